@@ -1,0 +1,1 @@
+"""Layers: nn.Modules around the ops."""

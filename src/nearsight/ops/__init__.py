@@ -1,0 +1,11 @@
+"""Functions on tensors, without parameters: each op in its own folder, each with its reference beside its fast forms."""
+
+from nearsight.ops.dispatch import BackendReport, backends
+from nearsight.ops.local.functional import local_attention, local_attention_weights
+
+__all__ = [
+    "BackendReport",
+    "backends",
+    "local_attention",
+    "local_attention_weights",
+]

@@ -1,0 +1,95 @@
+"""One table of backends per op: who can run a call, why others cannot, and which one runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearsight.errors import ArgumentValueError, BackendError
+
+__all__ = ["Backend", "BackendReport", "OpEntry", "autocast_dtype", "backends", "register", "run"]
+
+
+class Backend(NamedTuple):
+    """A way to run an op. `refusal` gets the checked call and says why it cannot run it ("needs …, got …"), or None."""
+
+    name: str
+    run: Callable[[Any], Tensor]
+    refusal: Callable[[Any], str | None]
+
+
+class OpEntry(NamedTuple):
+    """An op as the dispatcher knows it: its argument check and its backends, fastest first."""
+
+    prepare: Callable[..., Any]
+    backends: Sequence[Backend]
+
+
+class BackendReport(NamedTuple):
+    """Whether one backend can run a call; `reason` is None when it can. The first usable one is what `backend=None` takes."""
+
+    name: str
+    usable: bool
+    reason: str | None
+
+
+_OPS: dict[str, OpEntry] = {}
+
+
+def register(op: str, entry: OpEntry) -> OpEntry:
+    _OPS[op] = entry
+    return entry
+
+
+def run(op: str, table: Sequence[Backend], name: str | None, call: Any) -> Tensor:
+    """Run `call` on the named backend, or on the first of `table` that does not refuse it."""
+    if name is None:
+        for backend in table:
+            if backend.refusal(call) is None:
+                return backend.run(call)
+        raise BackendError(f"{op}: no backend can run this call: {_reasons(table, call)}.")
+    for backend in table:
+        if backend.name == name:
+            reason = backend.refusal(call)
+            if reason is not None:
+                usable = ", ".join(b.name for b in table if b.refusal(call) is None) or "none"
+                raise BackendError(f"{op}: backend '{name}' cannot run this call: {reason}. Usable here: {usable}.")
+            return backend.run(call)
+    known = ", ".join(repr(b.name) for b in table)
+    raise ArgumentValueError(f"{op}: got backend={name!r}, wanted one of {known}, or None to let nearsight choose.")
+
+
+def backends(op: str, *args: Any, **kwargs: Any) -> list[BackendReport]:
+    """Say which backends can run a call of `op`, and why the others cannot.
+
+    Takes the op's name and the arguments of the call, without `backend`.
+
+    >>> import torch, nearsight
+    >>> q = torch.randn(1, 6, 5, 2, 8)
+    >>> [r.name for r in nearsight.ops.backends("local_attention", q, q, q, window=3) if r.usable]
+    ['torch', 'reference']
+    """
+    entry = _OPS.get(op)
+    if entry is None:
+        raise ArgumentValueError(f"backends: got op {op!r}, wanted one of {', '.join(sorted(_OPS))}.")
+    call = entry.prepare(*args, **kwargs)
+    reports = []
+    for backend in entry.backends:
+        reason = backend.refusal(call)
+        reports.append(BackendReport(backend.name, reason is None, reason))
+    return reports
+
+
+def _reasons(table: Sequence[Backend], call: Any) -> str:
+    return "; ".join(f"{b.name}: {b.refusal(call)}" for b in table)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype autocast asks of a matrix product on this tensor's device, or None outside autocast (float64 never changes)."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,0 +1,122 @@
+"""`local_attention`: every pixel attends to the window around it (SASA)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nearsight.ops import dispatch
+from nearsight.ops.dispatch import Backend, OpEntry
+from nearsight.ops.local import reference, torch_impl
+from nearsight.ops.local.call import OP, LocalCall, prepare
+
+__all__ = ["local_attention", "local_attention_weights"]
+
+
+def _always(call: LocalCall) -> str | None:
+    return None
+
+
+ENTRY = dispatch.register(
+    OP,
+    OpEntry(
+        prepare,
+        (
+            Backend("torch", torch_impl.run, _always),
+            Backend("reference", reference.run, _always),
+        ),
+    ),
+)
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    *,
+    window: int | tuple[int, int],
+    rel_row: Tensor | None = None,
+    rel_col: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    dilation: int | tuple[int, int] = 1,
+    border: str = "mask",
+    scale: float = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Attend from every pixel to the window centred on it.
+
+        y_ij = Σ_ab softmax_ab( scale · (q_ij·k_ab + q_ij·r_{a−i,b−j}) ) v_ab ,   (a, b) in the kh×kw window of (i, j)
+
+    r joins a row and a column embedding: `rel_row` meets the first half of D, `rel_col` the second. Tap t of k sits at
+    (t − (k−1)//2)·dilation. Memory is that of the inputs; nothing of size kh·kw·H·W is kept.
+
+    Args:
+        q, k, v: [B, H, W, heads, D]. `k=None` leaves the content term out (then a relative table is needed).
+        window: taps per axis, an int or (rows, columns); odd or even, also larger than the map.
+        rel_row: [kh, D/2] shared by the heads, or [heads, kh, D/2].
+        rel_col: [kw, D/2] or [heads, kw, D/2].
+        key_mask: bool [B, H, W], True where a pixel may be attended. A query with nothing to attend to outputs 0.
+        dilation: distance between taps, an int or (rows, columns).
+        border: "mask" leaves taps outside the image out; "zeros" gives them k = v = 0, so they take softmax mass.
+        scale: factor on the logits, positions included.
+        backend: "triton", "torch", "reference", or None for the fastest that can run the call.
+
+    Returns:
+        [B, H, W, heads, D], in the dtype of q (under autocast: autocast's).
+
+    >>> import torch
+    >>> from nearsight.ops import local_attention
+    >>> q, k, v = torch.randn(3, 1, 5, 7, 2, 8).unbind(0)
+    >>> local_attention(q, k, v, window=3).shape
+    torch.Size([1, 5, 7, 2, 8])
+    """
+    call = prepare(
+        q,
+        k,
+        v,
+        window=window,
+        rel_row=rel_row,
+        rel_col=rel_col,
+        key_mask=key_mask,
+        dilation=dilation,
+        border=border,
+        scale=scale,
+    )
+    return dispatch.run(OP, ENTRY.backends, backend, call)
+
+
+def local_attention_weights(
+    q: Tensor,
+    k: Tensor | None,
+    *,
+    window: int | tuple[int, int],
+    rel_row: Tensor | None = None,
+    rel_col: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    dilation: int | tuple[int, int] = 1,
+    border: str = "mask",
+    scale: float = 1.0,
+) -> Tensor:
+    """The softmax weights of `local_attention`, [B, H, W, heads, kh·kw], for pictures: k² times the memory of the op.
+
+    Weight t belongs to the tap in row t // kw, column t % kw of the window; taps that may not be attended have 0.
+
+    >>> import torch
+    >>> from nearsight.ops import local_attention_weights
+    >>> q, k = torch.randn(2, 1, 5, 7, 2, 8).unbind(0)
+    >>> weights = local_attention_weights(q, k, window=3)
+    >>> weights.shape, bool((weights.sum(-1) - 1).abs().max() < 1e-6)
+    (torch.Size([1, 5, 7, 2, 9]), True)
+    """
+    call = prepare(
+        q,
+        k,
+        q,
+        window=window,
+        rel_row=rel_row,
+        rel_col=rel_col,
+        key_mask=key_mask,
+        dilation=dilation,
+        border=border,
+        scale=scale,
+    )
+    return reference.weights(call)

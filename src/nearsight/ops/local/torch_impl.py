@@ -1,0 +1,5 @@
+"""Local attention without Triton."""
+
+from nearsight.ops.local.reference import run
+
+__all__ = ["run"]

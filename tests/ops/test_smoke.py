@@ -1,0 +1,5 @@
+import nearsight
+
+
+def test_version():
+    assert nearsight.__version__
