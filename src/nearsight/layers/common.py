@@ -1,0 +1,102 @@
+"""What the layers share: input checks, the NCHW ↔ [B, H, W, heads, D] views, pooling that respects a key mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nearsight.errors import ArgumentTypeError, ArgumentValueError
+from nearsight.ops.checks import check_key_mask, shape_text
+
+__all__ = [
+    "avg_pool_valid",
+    "check_divisible",
+    "check_map",
+    "check_stride",
+    "from_heads",
+    "pool_mask",
+    "split_heads",
+    "to_channels_last",
+    "to_nchw",
+]
+
+
+def check_map(layer: str, x: Any, channels: int, key_mask: Tensor | None = None) -> None:
+    """Refuse anything but a floating-point [B, channels, H, W] map (and a key mask that fits it)."""
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(f"{layer}: got {type(x).__name__}, wanted a tensor [B, {channels}, H, W].")
+    if x.dim() != 4 or x.shape[1] != channels:
+        hint = "; add the batch axis with x[None]" if x.dim() == 3 else ""
+        raise ArgumentValueError(f"{layer}: got shape {shape_text(x.shape)}, wanted [B, {channels}, H, W]{hint}.")
+    if not x.dtype.is_floating_point:
+        raise ArgumentTypeError(f"{layer}: got dtype {x.dtype}, wanted a floating-point map; convert it with .float().")
+    check_key_mask(layer, key_mask, x.shape[0], x.shape[2], x.shape[3])
+
+
+def check_divisible(layer: str, name: str, channels: int, num_heads: int) -> int:
+    """The head dim channels / num_heads, or a sentence."""
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
+        raise ArgumentValueError(f"{layer}: got num_heads={num_heads!r}, wanted an int of at least 1.")
+    if channels < 1 or channels % num_heads:
+        raise ArgumentValueError(
+            f"{layer}: got {name}={channels} and num_heads={num_heads}, wanted channels that divide by the heads; "
+            f"change one of them."
+        )
+    return channels // num_heads
+
+
+def check_stride(layer: str, stride: Any) -> int:
+    """1 or 2, given as an int or an equal pair."""
+    if isinstance(stride, tuple | list) and len(stride) == 2 and stride[0] == stride[1]:
+        stride = stride[0]
+    if isinstance(stride, bool) or stride not in (1, 2):
+        raise ArgumentValueError(f"{layer}: got stride={stride!r}, wanted 1 or 2; pool separately for other strides.")
+    return int(stride)
+
+
+def to_channels_last(x: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, H, W, C]: a view; contiguous when x is channels-last."""
+    return x.permute(0, 2, 3, 1)
+
+
+def to_nchw(x: Tensor) -> Tensor:
+    """[B, H, W, C] → [B, C, H, W]: a view; channels-last when x is contiguous."""
+    return x.permute(0, 3, 1, 2)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, H, W, C] → [B, H, W, heads, C/heads]: a view."""
+    return x.unflatten(-1, (num_heads, -1))
+
+
+def from_heads(x: Tensor) -> Tensor:
+    """[B, H, W, heads, D] → [B, heads·D, H, W]: a view."""
+    return to_nchw(x.flatten(3))
+
+
+def pool_mask(
+    key_mask: Tensor | None, kernel: int, stride: int, padding: int = 0, ceil_mode: bool = False
+) -> Tensor | None:
+    """The mask of a pooled map: a cell is valid when any pixel under it is."""
+    if key_mask is None:
+        return None
+    pooled = F.max_pool2d(key_mask[:, None].to(torch.float32), kernel, stride, padding, ceil_mode=ceil_mode)
+    return pooled[:, 0] > 0
+
+
+def avg_pool_valid(
+    x: Tensor, key_mask: Tensor | None, kernel: int, stride: int, padding: int = 0, ceil_mode: bool = False
+) -> Tensor:
+    """Average pooling over pixels that exist and are valid; a cell without any gives 0."""
+
+    def pool(t: Tensor) -> Tensor:
+        return F.avg_pool2d(t, kernel, stride, padding, ceil_mode=ceil_mode, count_include_pad=False)
+
+    if key_mask is None:
+        return pool(x)
+    valid = key_mask[:, None].to(x.dtype)
+    share = pool(valid)
+    return pool(x * valid) / torch.where(share > 0, share, torch.ones_like(share))
