@@ -1,0 +1,69 @@
+"""What the Triton backends share: whether Triton can run here, and the sentences they refuse with.
+
+Nothing here imports Triton: an installation without it imports nearsight all the same. Each op's `kernels.py` is the only file
+that does, and `triton_impl.py` imports it inside the functions that launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "common_refusal", "dot_precision", "next_power_of_two"]
+
+# Read once, as Triton does when it decorates a kernel, and constants to torch.compile.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT32_LIMIT = 2**31
+
+
+def common_refusal(tensor: Tensor, *others: Tensor | None) -> str | None:
+    """Why no Triton kernel can run on these tensors ("needs …, got …"), or None.
+
+    `tensor` decides device and dtype; in each tensor one image must be reachable by 32-bit offsets (batches are not limited).
+    """
+    if torch.compiler.is_exporting():
+        return "needs a call that runs, got one that is being exported"
+    if not HAS_TRITON:
+        return "needs the triton package, got a Python without it; install triton"
+    if tensor.device.type != "cuda" and not (INTERPRETED and tensor.device.type == "cpu"):
+        return f"needs CUDA tensors, got {tensor.device.type}"
+    if tensor.device.type == "cuda" and _capability(tensor.device.index or 0) < (8, 0):
+        return f"needs a GPU of compute capability 8.0 or later, got {_capability(tensor.device.index or 0)}"
+    if tensor.dtype not in DTYPES:
+        return f"needs float32, bfloat16 or float16, got {str(tensor.dtype).removeprefix('torch.')}"
+    for each in (tensor, *others):
+        if each is not None and _image_reach(each) >= INT32_LIMIT:
+            return f"needs images of fewer than 2³¹ elements, got shape {list(each.shape)}"
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _capability(index: int) -> tuple[int, int]:
+    if torch.version.hip is not None:
+        return (9, 0)
+    return torch.cuda.get_device_capability(index)
+
+
+def _image_reach(tensor: Tensor) -> int:
+    """Elements from the first of an image (all axes but the batch) to its last."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of a kernel's products: float32 means float32, never TF32 behind the user's back."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n (1 for n ≤ 1): the length of a Triton range that holds n.
+
+    >>> [next_power_of_two(n) for n in (1, 3, 8, 9)]
+    [1, 4, 8, 16]
+    """
+    return 1 << max(n - 1, 0).bit_length()
