@@ -2,10 +2,13 @@
 
 from nearsight.ops.dispatch import BackendReport, backends
 from nearsight.ops.local.functional import local_attention, local_attention_weights
+from nearsight.ops.qna.functional import qna, qna_weights
 
 __all__ = [
     "BackendReport",
     "backends",
     "local_attention",
     "local_attention_weights",
+    "qna",
+    "qna_weights",
 ]
