@@ -1,12 +1,15 @@
 """Functions on tensors, without parameters: each op in its own folder, each with its reference beside its fast forms."""
 
 from nearsight.ops.dispatch import BackendReport, backends
+from nearsight.ops.explicit.functional import explicit_attention, explicit_weights
 from nearsight.ops.local.functional import local_attention, local_attention_weights
 from nearsight.ops.qna.functional import qna, qna_weights
 
 __all__ = [
     "BackendReport",
     "backends",
+    "explicit_attention",
+    "explicit_weights",
     "local_attention",
     "local_attention_weights",
     "qna",
