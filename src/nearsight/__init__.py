@@ -3,5 +3,8 @@
 Importing registers the networks in timm; nothing else happens.
 """
 
+from nearsight import ops
+from nearsight.layers import LocalAttention2d
+
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = ["LocalAttention2d", "__version__", "ops"]
