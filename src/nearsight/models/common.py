@@ -1,0 +1,66 @@
+"""What the networks share: padding masks on their way through a network, and the pretrained_cfg they start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import SelectAdaptivePool2d
+from torch import Tensor
+
+from nearsight.layers.common import pool_mask
+
+__all__ = ["default_cfg", "global_pool_valid", "shrink_mask", "zero_masked"]
+
+
+def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The map [B, C, H, W] with zeros where key_mask [B, H, W] is False, as if the image ended there."""
+    return x if key_mask is None else x.masked_fill(~key_mask[:, None], 0.0)
+
+
+def shrink_mask(key_mask: Tensor | None, stride: int) -> Tensor | None:
+    """The mask of a map `stride` times smaller, [B, ⌈H/stride⌉, ⌈W/stride⌉]: valid where any pixel under a cell is.
+
+    A padded image then keeps exactly the cells that the image alone would have had.
+
+    >>> import torch
+    >>> mask = torch.zeros(1, 8, 8, dtype=torch.bool)
+    >>> mask[:, :5, :3] = True
+    >>> shrink_mask(mask, 2)[0].sum(0)
+    tensor([3, 3, 0, 0])
+    """
+    return key_mask if stride == 1 else pool_mask(key_mask, stride, stride, ceil_mode=True)
+
+
+def global_pool_valid(pool: SelectAdaptivePool2d, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """timm's global pooling, over valid pixels only; an image without any pools to 0."""
+    if key_mask is None or pool.is_identity():
+        return pool(zero_masked(x, key_mask))
+    kind = pool.pool_type.removeprefix("fast").lower() or "avg"
+    valid = key_mask[:, None]
+    parts = []
+    if "avg" in kind:
+        count = valid.sum((2, 3), dtype=x.dtype).clamp(min=1)
+        parts.append(zero_masked(x, key_mask).sum((2, 3)) / count)
+    if "max" in kind:
+        lowest = x.masked_fill(~valid, torch.finfo(x.dtype).min).amax((2, 3))
+        parts.append(torch.where(valid.any(3).any(2), lowest, torch.zeros_like(lowest)))
+    pooled = torch.cat(parts, 1) if kind == "catavgmax" else sum(parts[1:], parts[0]) / len(parts)
+    flat = isinstance(pool.flatten, torch.nn.Flatten) or getattr(pool.pool, "flatten", False)
+    return pooled if flat else pooled[..., None, None]
+
+
+def default_cfg(**overrides: Any) -> dict[str, Any]:
+    """A pretrained_cfg for a 224 px ImageNet classifier without weights; keywords replace entries."""
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        **overrides,
+    }
