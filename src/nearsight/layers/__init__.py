@@ -1,5 +1,7 @@
 """Layers: nn.Modules around the ops."""
 
 from nearsight.layers.local_attention import LocalAttention2d
+from nearsight.layers.qna import QnA2d, QnAUpsample2d
+from nearsight.layers.window_attention import WindowAttention2d
 
-__all__ = ["LocalAttention2d"]
+__all__ = ["LocalAttention2d", "QnA2d", "QnAUpsample2d", "WindowAttention2d"]
