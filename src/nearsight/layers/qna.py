@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from timm.layers import lecun_normal_, trunc_normal_tf_
+from timm.layers.weight_init import lecun_normal_, trunc_normal_tf_
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.layers import lecun_normal_
+from timm.layers.weight_init import lecun_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -108,7 +108,8 @@ class WindowAttention2d(nn.Module):
         bias = self.position_table()
         bias = None if bias is None else bias.to(q.dtype)
         if key_mask is None:
-            y = F.scaled_dot_product_attention(*(t.flatten(0, 1) for t in (q, k, v)), attn_mask=_batch(bias))
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias[None])
             y = y.unflatten(0, (x.shape[0], rows * columns))
         else:
             y = self._masked(q, k, v, bias, _partition(key_mask[..., None], self.kernel_size)[..., 0])
@@ -126,8 +127,10 @@ class WindowAttention2d(nn.Module):
         mask = logits.masked_fill(~(keys | ~some), float("-inf"))
         mask = mask.expand(-1, -1, q.shape[2], q.shape[3], -1)
         # Windows beside the heads, not the images: a mask made of padding alone is the same for every image.
-        y = F.scaled_dot_product_attention(*(t.flatten(1, 2) for t in (q, k, v)), attn_mask=mask.flatten(1, 2))
-        return y.unflatten(1, (q.shape[1], -1)).masked_fill(~some, 0.0)
+        count = q.shape[1]
+        q, k, v = (t.flatten(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.flatten(1, 2))
+        return y.unflatten(1, (count, -1)).masked_fill(~some, 0.0)
 
     def extra_repr(self) -> str:
         """The arguments as they would be typed, defaults of the options left out."""
@@ -137,10 +140,6 @@ class WindowAttention2d(nn.Module):
         typed += [f"position={self.position!r}"] if self.position != "relative" else []
         typed += ["bias=True"] if self.qkv.bias is not None else []
         return ", ".join(typed)
-
-
-def _batch(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias[None]
 
 
 def _partition(pixels: Tensor, window: tuple[int, int]) -> Tensor:
