@@ -15,7 +15,7 @@ __all__ = ["full_precision", "map_at", "pixels", "run", "smallest_normaliser", "
 
 def map_at(kind: str, dy: Tensor, dx: Tensor, height: int, width: int, radius: Tensor | None) -> Tensor:
     """G at the pixel distances dy and dx (broadcast against each other) of an H×W map: [1 or heads, …]."""
-    dy, dx = dy[None], dx[None]
+    dy, dx = (distance[None] for distance in torch.broadcast_tensors(dy, dx))
     if kind == "constant":
         return torch.ones_like(dy * dx)
     if radius is None:

@@ -1,5 +1,85 @@
-"""Explicit attention without its HW×HW matrix, in plain torch operations."""
+"""Explicit attention without its HW×HW matrix: one small matrix per axis, applied one axis after the other."""
 
-from nearsight.ops.explicit.reference import run
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.explicit.call import SEPARABLE_KINDS, ExplicitCall
+from nearsight.ops.explicit.reference import full_precision, map_at, smallest_normaliser
 
 __all__ = ["run"]
+
+Product = Callable[[Tensor], Tensor]
+
+
+def run(call: ExplicitCall) -> Tensor:
+    values = call.values
+    height, width, channels = values.shape[1:]
+    with full_precision(values.device):
+        v = values.to(call.map_dtype).unflatten(3, (call.heads, channels // call.heads))
+        if call.key_mask is None:
+            valid = v.new_ones(1, height, width, 1, 1)
+        else:
+            valid = call.key_mask[..., None, None].to(v.dtype)
+            v = v.masked_fill(~call.key_mask[..., None, None], 0.0)
+        if call.kind == "constant":
+            weighted, mass = v.sum((1, 2), keepdim=True), valid.sum((1, 2), keepdim=True)
+        else:
+            times_map = (_separable if call.kind in SEPARABLE_KINDS else _fourier)(call, height, width)
+            weighted = times_map(v) + call.offset * v.sum((1, 2), keepdim=True)
+            valid = valid.expand(-1, -1, -1, call.heads, -1)
+            mass = times_map(valid) + call.offset * valid.sum((1, 2), keepdim=True)
+        nothing = mass <= smallest_normaliser(v.dtype)
+        out = weighted.masked_fill(nothing, 0.0) / mass.masked_fill(nothing, 1.0)
+        return out.expand_as(v).reshape(values.shape).to(values.dtype)
+
+
+def _separable(call: ExplicitCall, height: int, width: int) -> Product:
+    """G = g_y ⊗ g_x, so G v = g_y v g_x: O(HW(H + W)C)."""
+    zero = torch.zeros((), dtype=call.map_dtype, device=call.values.device)
+    rows = map_at(call.kind, _distances(height, call), zero, height, width, call.radius)
+    columns = map_at(call.kind, zero, _distances(width, call), height, width, call.radius)
+
+    def product(v: Tensor) -> Tensor:
+        v = torch.einsum("nyk,bkxnd->byxnd", rows, v)
+        return torch.einsum("nxk,byknd->byxnd", columns, v)
+
+    return product
+
+
+def _fourier(call: ExplicitCall, height: int, width: int) -> Product:
+    """G depends on (|dy|, |dx|) alone, so a real Fourier transform along y leaves one W×W matrix per frequency.
+
+    With F = 2H − 1 frequencies f and ω = 2πf/F, G(dy, dx) = Σ_f K_f(dx) cos(ω dy), and cos(ω(y − y′)) splits into
+    cos ωy cos ωy′ + sin ωy sin ωy′. The transforms are matrix products: faster here than an FFT, and without complex numbers.
+    """
+    dtype, device = call.map_dtype, call.values.device
+    period = 2 * height - 1
+    pixel = torch.arange(height, device=device)
+    # Reduced as integers: the angle of a large product would lose its digits.
+    angle = ((pixel[:, None] * pixel) % period).to(dtype) * (2 * math.pi / period)
+    basis = torch.stack((angle.cos(), angle.sin()))
+    # Each distance and each frequency stands for its negative too, 0 only for itself.
+    both = 2.0 - (pixel == 0).to(dtype)
+    analysis = basis[0] * both * both[:, None] / period
+
+    dy, dx = pixel.to(dtype), torch.arange(width, dtype=dtype, device=device)
+    spectrum = analysis @ map_at(call.kind, dy[:, None], dx, height, width, call.radius)
+    columns = spectrum[..., _distances(width, call).abs().long()]
+
+    def product(v: Tensor) -> Tensor:
+        v = torch.einsum("pfy,byxnd->fxnpbd", basis, v)
+        v = torch.einsum("nfxk,fknpbd->fxnpbd", columns, v)
+        return torch.einsum("pfy,fxnpbd->byxnd", basis, v)
+
+    return product
+
+
+def _distances(size: int, call: ExplicitCall) -> Tensor:
+    """i − j of one axis: [size, size]."""
+    pixel = torch.arange(size, dtype=call.map_dtype, device=call.values.device)
+    return pixel[:, None] - pixel
