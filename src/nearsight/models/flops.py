@@ -1,0 +1,225 @@
+"""Count what a network computes, on the meta device: no weights, no arithmetic, any size in well under a second.
+
+One pass records the `Work`; a convention is a weighted sum of its parts, because the papers count differently and a number
+without its convention says nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nearsight.errors import ArgumentValueError
+from nearsight.ops import dispatch
+from nearsight.ops.checks import check_pair
+
+__all__ = ["CONVENTIONS", "Convention", "Work", "count_flops", "count_parameters", "measure_work"]
+
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """What one forward pass does. Products are in multiply-adds, the rest in elements."""
+
+    product: int = 0  # convolutions, matrix products, attention's logits and weighted sums
+    position: int = 0  # q·r beside q·k, where an implementation could also add r to k first
+    explicit_map: int = 0  # the explicit maps applied to their values, in the cheapest exact form
+    softmax: int = 0
+    batch_norm: int = 0
+    activation: int = 0
+    pooling: int = 0
+
+    def plus(self, **parts: int) -> Work:
+        return self._replace(**{name: getattr(self, name) + value for name, value in parts.items()})
+
+
+class Convention(NamedTuple):
+    """A way to add the work up, and the sentence that names it under a table."""
+
+    text: str
+    weights: Mapping[str, int]
+
+    def total(self, work: Work) -> int:
+        return sum(weight * getattr(work, name) for name, weight in self.weights.items())
+
+
+CONVENTIONS: dict[str, Convention] = {
+    "matmul": Convention(
+        "matrix products and convolutions, a multiply and an add as two; positions as a product of their own",
+        {"product": 2, "position": 2, "explicit_map": 2},
+    ),
+    "sasa": Convention(
+        "a multiply and an add as two, q·(k+r) as one product, 5 per softmax logit and per BatchNorm output",
+        {"product": 2, "explicit_map": 2, "softmax": 5, "batch_norm": 5},
+    ),
+    "mac": Convention(
+        "multiply-adds of matrix products and convolutions, each as one",
+        {"product": 1, "position": 1, "explicit_map": 1},
+    ),
+    "expatt": Convention(
+        "a multiply-add as one, 2 per BatchNorm output, 1 per activation and per pooled input; without the explicit map",
+        {"product": 1, "position": 1, "batch_norm": 2, "activation": 1, "pooling": 1},
+    ),
+}
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters, shared ones once.
+
+    >>> count_parameters(torch.nn.Conv2d(3, 4, 3))
+    112
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_flops(model: nn.Module, size: int | tuple[int, int] | None = None, convention: str = "matmul") -> int:
+    """FLOPs of one image of `size` (default: the network's own) under a named convention.
+
+    >>> count_flops(torch.nn.Conv2d(3, 4, 1), size=(5, 7)), count_flops(torch.nn.Conv2d(3, 4, 1), (5, 7), "mac")
+    (840, 420)
+    """
+    if convention not in CONVENTIONS:
+        known = ", ".join(map(repr, CONVENTIONS))
+        raise ArgumentValueError(f"count_flops: got convention={convention!r}, wanted one of {known}.")
+    return CONVENTIONS[convention].total(measure_work(model, size))
+
+
+def measure_work(model: nn.Module, size: int | tuple[int, int] | None = None) -> Work:
+    """The work of a forward pass over one image, in evaluation mode; the model itself is left as it is."""
+    channels, height, width = _input_size(model, size)
+    if any(t.device.type != "meta" for t in (*model.parameters(), *model.buffers())):
+        model = copy.deepcopy(model).to("meta")
+    training = model.training
+    tally = _Tally()
+    counter = FlopCounterMode(display=False, custom_mapping=dict(_ELEMENTS))
+    try:
+        with torch.no_grad(), tally.watching(), counter:
+            model.eval()(torch.empty(1, channels, height, width, device="meta"))
+    finally:
+        model.train(training)
+    work = tally.work
+    for op, count in counter.get_flop_counts().get("Global", {}).items():
+        part = _PART_OF.get(op, "product")
+        work = work.plus(**{part: count if part != "product" else count // 2})
+    return work
+
+
+def _input_size(model: nn.Module, size: int | tuple[int, int] | None) -> tuple[int, int, int]:
+    configured = getattr(model, "pretrained_cfg", {}).get("input_size")
+    # in_chans may differ from the configuration's: a layer says so itself, a network by its first convolution.
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    channels = getattr(model, "in_channels", None) or (first.in_channels if first else 3)
+    if size is None:
+        if configured is None:
+            raise ArgumentValueError("measure_work: got a model without a default size, wanted size=(rows, columns).")
+        return channels, configured[1], configured[2]
+    return channels, *check_pair("measure_work", "size", size)
+
+
+# ── Elements of the operations FlopCounterMode does not count ──
+
+
+def _of_input(shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return prod(shape)
+
+
+def _of_output(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    first = out_shape[0] if isinstance(out_shape[0], tuple | list | torch.Size) else out_shape
+    return prod(first)
+
+
+_PARTS: dict[str, tuple[Callable[..., int], tuple[Any, ...]]] = {
+    "softmax": (_of_output, (aten._softmax, aten._safe_softmax)),
+    "batch_norm": (
+        _of_output,
+        (
+            aten.native_batch_norm,
+            aten._native_batch_norm_legit,
+            aten._native_batch_norm_legit_no_training,
+            aten._batch_norm_no_update,
+            aten.cudnn_batch_norm,
+        ),
+    ),
+    "activation": (_of_output, (aten.relu, aten.relu_, aten.hardtanh, aten.hardtanh_)),
+    "pooling": (_of_input, (aten.max_pool2d_with_indices, aten.avg_pool2d, aten._adaptive_avg_pool2d)),
+}
+_ELEMENTS = {op: formula for formula, ops in _PARTS.values() for op in ops}
+_PART_OF = {op: part for part, (_, ops) in _PARTS.items() for op in ops}
+
+
+# ── Work of nearsight's own ops, whatever backend would run them ──
+
+
+def _local_attention(call: Any) -> tuple[dict[str, int], Tensor]:
+    pairs = prod(call.q.shape[:4]) * prod(call.window)  # (query, tap, head)
+    products = pairs * call.q.shape[-1]
+    tables = [table for table in (call.rel_row, call.rel_col) if table is not None]
+    position = products * len(tables) // 2
+    work = {"product": 2 * products, "position": position, "softmax": pairs}
+    if call.k is None:
+        work = {"product": products + position, "softmax": pairs}
+    return work, torch.empty_like(call.q)
+
+
+def _qna(call: Any) -> tuple[dict[str, int], Tensor]:
+    batch, height, width, queries, heads = call.scores.shape
+    dim = call.values.shape[-1]
+    size = (batch, -(-height // call.stride[0]), -(-width // call.stride[1]))
+    pairs = prod(size) * prod(call.window) * queries * heads
+    between = (queries,) if call.combine == "stack" else ()
+    return {"product": pairs * dim, "softmax": pairs}, call.values.new_empty(*size, *between, heads, dim)
+
+
+def _explicit_attention(call: Any) -> tuple[dict[str, int], Tensor]:
+    batch, height, width, channels = call.values.shape
+    pixels = height * width
+    if call.kind == "constant":
+        per_channel = pixels
+    elif call.kind in ("gaussian", "exp_manhattan"):
+        per_channel = pixels * (height + width)
+    else:
+        per_channel = pixels * pixels
+    return {"explicit_map": batch * channels * per_channel}, torch.empty_like(call.values)
+
+
+_OPS: dict[str, Callable[[Any], tuple[dict[str, int], Tensor]]] = {
+    "local_attention": _local_attention,
+    "qna": _qna,
+    "explicit_attention": _explicit_attention,
+}
+
+
+class _Tally:
+    """Adds up the work of nearsight's ops on meta tensors while `watching`."""
+
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.work = Work()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Answer calls on meta tensors with an empty result of the right shape; calls on real tensors run as ever."""
+        with self._lock:
+            original = dispatch.run
+
+            def run(op: str, table: Any, name: str | None, call: Any) -> Tensor:
+                if not any(isinstance(part, Tensor) and part.is_meta for part in call):
+                    return original(op, table, name, call)
+                parts, result = _OPS[op](call)
+                self.work = self.work.plus(**parts)
+                return result
+
+            dispatch.run = run
+            try:
+                yield
+            finally:
+                dispatch.run = original
