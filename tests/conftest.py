@@ -1,0 +1,18 @@
+"""What every test shares."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Every test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` need a CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
