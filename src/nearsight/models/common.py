@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import SelectAdaptivePool2d
+from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from torch import Tensor
 
 from nearsight.layers.common import pool_mask

@@ -1,0 +1,190 @@
+"""The attention stem of SASA: attention inside small blocks, with values that know where in the block they sit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nearsight.errors import ArgumentValueError
+from nearsight.layers.common import check_divisible, check_map, to_nchw
+from nearsight.ops.checks import check_choice
+from nearsight.ops.windows import window_padding
+
+__all__ = ["AttentionStem2d"]
+
+LAYER = "AttentionStem2d"
+EMBED_DIM = 16
+
+
+class AttentionStem2d(nn.Module):
+    """Self-attention inside non-overlapping k×k blocks of the image, for the first layer of a network.
+
+        y_ij = Σ_ab softmax_ab( q_ij·k_ab + q_ij·r_{a−i,b−j} ) v_ab ,   (a, b) in the block of (i, j)
+        v_ab = Σ_m p(a,b,m) W_V^m x_ab ,   p(a,b,m) = softmax_m( (emb_row(a) + emb_col(b))·ν_m )
+
+    [B, in_channels, H, W] → [B, out_channels, H, W]; batch norm, ReLU and the k×k max-pool (ceil mode) follow in the
+    network. An image that does not divide by k is padded below and on the right, and the padding masked. The mixture is
+    folded into one W_V per place in the block before it meets a pixel, so it costs what a single W_V costs.
+
+    Args:
+        in_channels, out_channels: as in `nn.Conv2d`; the heads split out_channels.
+        kernel_size: side of the blocks.
+        num_heads: attention heads.
+        values: "mixture" as above; "plain" is one W_V for all places; "conv" a k×k spatial convolution.
+        mixtures: number of W_V^m.
+
+    `forward(x, key_mask=None)`: key_mask is bool [B, H, W], True where a pixel may be attended.
+
+    >>> import torch
+    >>> from nearsight import AttentionStem2d
+    >>> stem = AttentionStem2d(3, 64)
+    >>> stem(torch.randn(2, 3, 9, 14)).shape
+    torch.Size([2, 64, 9, 14])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 4,
+        *,
+        num_heads: int = 4,
+        values: str = "mixture",
+        mixtures: int = 6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, number in (("in_channels", in_channels), ("kernel_size", kernel_size), ("mixtures", mixtures)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ArgumentValueError(f"{LAYER}: got {name}={number!r}, wanted an int of at least 1.")
+        head_dim = check_divisible(LAYER, "out_channels", out_channels, num_heads)
+        check_choice(LAYER, "values", values, ("mixture", "plain", "conv"))
+        if head_dim % 2:
+            raise ArgumentValueError(
+                f"{LAYER}: got out_channels={out_channels} and num_heads={num_heads} (head dim {head_dim}), wanted an even "
+                f"head dim: rows act on its first half, columns on its second; change one of them."
+            )
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.values, self.mixtures = values, mixtures
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        # Convolutions hold the weights, so that timm can adapt them to another number of input channels.
+        self.qk = nn.Conv2d(in_channels, 2 * out_channels, 1, bias=False, **factory)
+        value_channels = out_channels * (mixtures if values == "mixture" else 1)
+        value_kernel = kernel_size if values == "conv" else 1
+        self.v = nn.Conv2d(in_channels, value_channels, value_kernel, bias=False, **factory)
+        self.rel_row = nn.Parameter(torch.empty(2 * kernel_size - 1, head_dim // 2, **factory))
+        self.rel_col = nn.Parameter(torch.empty(2 * kernel_size - 1, head_dim // 2, **factory))
+        self.emb_row: nn.Parameter | None = None
+        self.emb_col: nn.Parameter | None = None
+        self.nu: nn.Parameter | None = None
+        if values == "mixture":
+            self.emb_row = nn.Parameter(torch.empty(kernel_size, EMBED_DIM, **factory))
+            self.emb_col = nn.Parameter(torch.empty(kernel_size, EMBED_DIM, **factory))
+            self.nu = nn.Parameter(torch.empty(mixtures, EMBED_DIM, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projections that keep the variance, except W_Q: smaller by √head_dim, so that the unscaled logits start near 1."""
+        std = self.in_channels**-0.5
+        with torch.no_grad():
+            nn.init.normal_(self.qk.weight[: self.out_channels], std=std * self.head_dim**-0.5)
+            nn.init.normal_(self.qk.weight[self.out_channels :], std=std)
+            taps = self.kernel_size**2 if self.values == "conv" else 1
+            nn.init.normal_(self.v.weight, std=std * taps**-0.5)
+            nn.init.normal_(self.rel_row)
+            nn.init.normal_(self.rel_col)
+            for table in (self.emb_row, self.emb_col, self.nu):
+                if table is not None:
+                    # (emb + emb)·ν starts near 1: places differ, and no mixture is lost.
+                    nn.init.normal_(table, std=(2 * EMBED_DIM) ** -0.25)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        check_map(LAYER, x, self.in_channels, key_mask)
+        height, width = x.shape[2:]
+        valid = self._valid_keys(x, key_mask)
+        if key_mask is not None:
+            x = x.masked_fill(~key_mask[:, None], 0.0)
+        blocks = self._to_blocks(x)
+        side = self.kernel_size
+        qk = F.linear(blocks, self.qk.weight.flatten(1)).unflatten(-1, (2, self.num_heads, self.head_dim))
+        q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)  # each [blocks, heads, places, D]
+        v = self._values(x, blocks).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+        logits = q @ k.transpose(-1, -2) + self._relative_logits(q)
+        if valid is None:
+            weights = logits.softmax(-1)
+        else:
+            invalid = ~valid[:, None, None, :]
+            # A finite floor instead of −∞: a block with nothing to attend to gives 0, not NaN, after the second fill.
+            weights = logits.masked_fill(invalid, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(invalid, 0.0)
+        y = weights.to(v.dtype) @ v
+
+        rows, columns = self._blocks(height), self._blocks(width)
+        y = y.reshape(x.shape[0], rows, columns, self.num_heads, side, side, self.head_dim)
+        y = y.permute(0, 1, 4, 2, 5, 3, 6).reshape(x.shape[0], rows * side, columns * side, self.out_channels)
+        if torch.compiler.is_exporting():  # a fresh tensor: strides of a slice would tie the graph to this size
+            return to_nchw(F.pad(y, (0, 0, 0, width - columns * side, 0, height - rows * side)))
+        return to_nchw(y[:, :height, :width])
+
+    def value_weights(self) -> Tensor:
+        """W_V of each place in the block, [k·k, out_channels, in_channels] (not for values="conv")."""
+        weight = self.v.weight.flatten(1)
+        if self.emb_row is None or self.emb_col is None or self.nu is None:
+            return weight.expand(self.kernel_size**2, -1, -1)
+        places = (self.emb_row[:, None] + self.emb_col[None]).flatten(0, 1)
+        mixture = (places @ self.nu.t()).softmax(-1)
+        return torch.einsum("pm,moc->poc", mixture, weight.unflatten(0, (self.mixtures, self.out_channels)))
+
+    def _values(self, x: Tensor, blocks: Tensor) -> Tensor:
+        """v as [blocks, places, out_channels]."""
+        if self.values == "conv":
+            before, after = window_padding(self.kernel_size)
+            return self._to_blocks(F.conv2d(F.pad(x, (before, after, before, after)), self.v.weight))
+        if self.values == "plain":
+            return F.linear(blocks, self.v.weight.flatten(1))
+        return torch.einsum("npc,poc->npo", blocks, self.value_weights())
+
+    def _relative_logits(self, q: Tensor) -> Tensor:
+        """q_ij·r_{a−i,b−j} for all pairs of places in a block, [blocks, heads, places, places]."""
+        side, half = self.kernel_size, self.head_dim // 2
+        place = torch.arange(side, device=q.device)
+        offset = place[None, :] - place[:, None] + side - 1
+        q = q.unflatten(2, (side, side))
+        row = torch.einsum("nhijd,iad->nhija", q[..., :half], self.rel_row[offset])
+        column = torch.einsum("nhijd,jbd->nhijb", q[..., half:], self.rel_col[offset])
+        return (row[..., :, None] + column[..., None, :]).flatten(4).flatten(2, 3)
+
+    def _blocks(self, size: int) -> int:
+        return (size + self.kernel_size - 1) // self.kernel_size
+
+    def _to_blocks(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B·blocks, k·k, C], padded below and on the right to whole blocks."""
+        side = self.kernel_size
+        batch, channels, height, width = x.shape
+        rows, columns = self._blocks(height), self._blocks(width)
+        x = F.pad(x, (0, columns * side - width, 0, rows * side - height))
+        x = x.reshape(batch, channels, rows, side, columns, side)
+        return x.permute(0, 2, 4, 3, 5, 1).reshape(-1, side * side, channels)
+
+    def _valid_keys(self, x: Tensor, key_mask: Tensor | None) -> Tensor | None:
+        """Which places may be attended, [blocks, places], or None when all may."""
+        height, width = x.shape[2:]
+        # An exported graph holds for every size, so it must not ask whether this one divides.
+        whole = not torch.compiler.is_exporting() and height % self.kernel_size == 0 and width % self.kernel_size == 0
+        if key_mask is None and whole:
+            return None
+        if key_mask is None:
+            key_mask = torch.ones(x.shape[0], height, width, dtype=torch.bool, device=x.device)
+        return self._to_blocks(key_mask[:, None].to(x.dtype))[..., 0] > 0
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_heads={self.num_heads}"
+        if self.values != "mixture":
+            return f"{text}, values={self.values!r}"
+        return text if self.mixtures == 6 else f"{text}, mixtures={self.mixtures}"
