@@ -99,7 +99,8 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     """A finite Python number, as a float; `positive` also refuses zero and below."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{op}: got {name} of type {type(value).__name__}, wanted a number.")
-    if not math.isfinite(value) or (positive and value <= 0):
+    # Compared, not math.isfinite(value): torch.compile may hand in a symbolic float, which that breaks the graph on.
+    if not -math.inf < value < math.inf or (positive and value <= 0):
         raise ArgumentValueError(
             f"{op}: got {name}={value!r}, wanted a finite {'positive ' if positive else ''}number."
         )
