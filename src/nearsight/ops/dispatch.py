@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from nearsight.errors import ArgumentValueError, BackendError
 
-__all__ = ["Backend", "BackendReport", "OpEntry", "autocast_dtype", "backends", "register", "run"]
+__all__ = ["Backend", "BackendReport", "OpEntry", "autocast_dtype", "backends", "full_precision", "register", "run"]
 
 
 class Backend(NamedTuple):
@@ -93,3 +94,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
+    """Autocast off on the tensor's device, so that a matrix product of float32 stays in float32."""
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

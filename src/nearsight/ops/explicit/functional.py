@@ -119,7 +119,7 @@ def explicit_weights(
     where = (
         reference.pixels((height, width), device) if queries is None else _queries(op, queries, height, width, device)
     )
-    with reference.full_precision(device):
+    with dispatch.full_precision(where):
         rows = reference.weights(
             kind, (height, width), where, radius_as_tensor(radius, dtype, device), offset, key_mask, dtype
         )

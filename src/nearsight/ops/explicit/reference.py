@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import full_precision
 from nearsight.ops.explicit.call import ExplicitCall
 
-__all__ = ["full_precision", "map_at", "pixels", "run", "smallest_normaliser", "weights"]
+__all__ = ["map_at", "pixels", "run", "smallest_normaliser", "weights"]
 
 
 def map_at(kind: str, dy: Tensor, dx: Tensor, height: int, width: int, radius: Tensor | None) -> Tensor:
@@ -33,14 +33,6 @@ def map_at(kind: str, dy: Tensor, dx: Tensor, height: int, width: int, radius: T
 def smallest_normaliser(dtype: torch.dtype) -> float:
     """A row whose weights sum to less has nothing to attend to: below it 1/sum is not finite in every gradient."""
     return math.sqrt(torch.finfo(dtype).tiny)
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off, so that a matrix product of float32 stays in float32."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 def weights(
@@ -76,7 +68,7 @@ def pixels(size: tuple[int, int], device: torch.device) -> Tensor:
 def run(call: ExplicitCall) -> Tensor:
     values = call.values
     batch, height, width, channels = values.shape
-    with full_precision(values.device):
+    with full_precision(values):
         every = pixels((height, width), values.device)
         rows = weights(call.kind, (height, width), every, call.radius, call.offset, call.key_mask, call.map_dtype)
         v = values.to(call.map_dtype).reshape(batch, height * width, call.heads, channels // call.heads)

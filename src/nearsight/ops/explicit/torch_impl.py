@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import full_precision
 from nearsight.ops.explicit.call import SEPARABLE_KINDS, ExplicitCall
-from nearsight.ops.explicit.reference import full_precision, map_at, smallest_normaliser
+from nearsight.ops.explicit.reference import map_at, smallest_normaliser
 
 __all__ = ["run"]
 
@@ -19,7 +20,7 @@ Product = Callable[[Tensor], Tensor]
 def run(call: ExplicitCall) -> Tensor:
     values = call.values
     height, width, channels = values.shape[1:]
-    with full_precision(values.device):
+    with full_precision(values):
         v = values.to(call.map_dtype).unflatten(3, (call.heads, channels // call.heads))
         if call.key_mask is None:
             valid = v.new_ones(1, height, width, 1, 1)
