@@ -3,8 +3,17 @@
 Importing registers the networks in timm; nothing else happens.
 """
 
-from nearsight import ops
+from nearsight import models, ops
 from nearsight.layers import AttentionStem2d, LocalAttention2d, QnA2d, QnAUpsample2d, WindowAttention2d
 
 __version__ = "0.1.0"
-__all__ = ["AttentionStem2d", "LocalAttention2d", "QnA2d", "QnAUpsample2d", "WindowAttention2d", "__version__", "ops"]
+__all__ = [
+    "AttentionStem2d",
+    "LocalAttention2d",
+    "QnA2d",
+    "QnAUpsample2d",
+    "WindowAttention2d",
+    "__version__",
+    "models",
+    "ops",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from nearsight.errors import ArgumentValueError
 from nearsight.layers.common import check_divisible, check_map, split_heads, to_channels_last, to_nchw
 from nearsight.ops import qna
 from nearsight.ops.checks import check_choice, check_pair
-from nearsight.ops.dispatch import autocast_dtype
+from nearsight.ops.dispatch import autocast_dtype, full_precision
 
 __all__ = ["QnA2d", "QnAUpsample2d"]
 
@@ -125,7 +124,7 @@ class _LearnedQueries2d(nn.Module):
         """
         pixels = to_channels_last(x)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with _no_autocast(x):
+        with full_precision(x):
             q = self.unit_query(dtype)
             heads = self.key_weight.to(dtype).unflatten(0, (self.num_heads, self.head_dim))
             fold = torch.einsum("lnd,ndc->lnc", q, heads).flatten(0, 1)
@@ -138,7 +137,7 @@ class _LearnedQueries2d(nn.Module):
             values, scores = F.linear(pixels, weight, both).split([self.out_channels, fold.shape[0]], dim=-1)
         else:
             values = self.value(pixels)
-            with _no_autocast(x):
+            with full_precision(x):
                 scores = F.linear(pixels.to(dtype), fold, shift)
         return scores.unflatten(-1, (self.num_queries, self.num_heads)), split_heads(values, self.num_heads)
 
@@ -149,7 +148,7 @@ class _LearnedQueries2d(nn.Module):
         bias: Tensor | None = self.position_bias
         if self.position_weight is not None:
             dtype = torch.promote_types(self.query.dtype, torch.float32)
-            with _no_autocast(self.query):
+            with full_precision(self.query):
                 q, weight = self.unit_query(dtype), self.position_weight.to(dtype)
                 if self.position == "contextual":
                     assert self.position_bias is not None
@@ -347,11 +346,3 @@ class QnAUpsample2d(_LearnedQueries2d):
 
 def _short(pair: tuple[int, int]) -> int | tuple[int, int]:
     return pair[0] if pair[0] == pair[1] else pair
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Scores are made in float32 whatever autocast says."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()

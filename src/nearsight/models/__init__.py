@@ -1,1 +1,5 @@
 """Networks of the papers, registered in timm."""
+
+from nearsight.models import qna_vit
+
+__all__ = ["qna_vit"]

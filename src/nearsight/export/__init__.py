@@ -1,0 +1,1 @@
+"""Networks out of and into other programs."""
