@@ -4,11 +4,23 @@ Importing registers the networks in timm; nothing else happens.
 """
 
 from nearsight import models, ops
-from nearsight.layers import AttentionStem2d, LocalAttention2d, QnA2d, QnAUpsample2d, WindowAttention2d
+from nearsight.layers import (
+    AttentionAugmentedConv2d,
+    AttentionStem2d,
+    ExplicitAttention2d,
+    ExplicitAugmentedConv2d,
+    LocalAttention2d,
+    QnA2d,
+    QnAUpsample2d,
+    WindowAttention2d,
+)
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionAugmentedConv2d",
     "AttentionStem2d",
+    "ExplicitAttention2d",
+    "ExplicitAugmentedConv2d",
     "LocalAttention2d",
     "QnA2d",
     "QnAUpsample2d",

@@ -1,8 +1,19 @@
 """Layers: nn.Modules around the ops."""
 
 from nearsight.layers.attention_stem import AttentionStem2d
+from nearsight.layers.augmented import AttentionAugmentedConv2d, ExplicitAugmentedConv2d
+from nearsight.layers.explicit import ExplicitAttention2d
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d, QnAUpsample2d
 from nearsight.layers.window_attention import WindowAttention2d
 
-__all__ = ["AttentionStem2d", "LocalAttention2d", "QnA2d", "QnAUpsample2d", "WindowAttention2d"]
+__all__ = [
+    "AttentionAugmentedConv2d",
+    "AttentionStem2d",
+    "ExplicitAttention2d",
+    "ExplicitAugmentedConv2d",
+    "LocalAttention2d",
+    "QnA2d",
+    "QnAUpsample2d",
+    "WindowAttention2d",
+]

@@ -13,6 +13,7 @@ from nearsight.ops.checks import check_key_mask, shape_text
 
 __all__ = [
     "avg_pool_valid",
+    "check_channels",
     "check_divisible",
     "check_map",
     "check_stride",
@@ -21,6 +22,8 @@ __all__ = [
     "split_heads",
     "to_channels_last",
     "to_nchw",
+    "typed_arguments",
+    "zero_masked",
 ]
 
 
@@ -34,6 +37,13 @@ def check_map(layer: str, x: Any, channels: int, key_mask: Tensor | None = None)
     if not x.dtype.is_floating_point:
         raise ArgumentTypeError(f"{layer}: got dtype {x.dtype}, wanted a floating-point map; convert it with .float().")
     check_key_mask(layer, key_mask, x.shape[0], x.shape[2], x.shape[3])
+
+
+def check_channels(layer: str, **channels: object) -> None:
+    """Refuse channel counts that are not ints of at least 1."""
+    for name, count in channels.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ArgumentValueError(f"{layer}: got {name}={count!r}, wanted an int of at least 1.")
 
 
 def check_divisible(layer: str, name: str, channels: int, num_heads: int) -> int:
@@ -77,6 +87,11 @@ def from_heads(x: Tensor) -> Tensor:
     return to_nchw(x.flatten(3))
 
 
+def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The map [B, C, H, W] with zeros where key_mask [B, H, W] is False, as if the image ended there."""
+    return x if key_mask is None else x.masked_fill(~key_mask[:, None], 0.0)
+
+
 def pool_mask(
     key_mask: Tensor | None, kernel: int, stride: int, padding: int = 0, ceil_mode: bool = False
 ) -> Tensor | None:
@@ -100,3 +115,13 @@ def avg_pool_valid(
     valid = key_mask[:, None].to(x.dtype)
     share = pool(valid)
     return pool(x * valid) / torch.where(share > 0, share, torch.ones_like(share))
+
+
+def typed_arguments(*positional: object, **options: tuple[object, object]) -> str:
+    """Arguments as they would be typed, for `extra_repr`: options come as (value, default) and defaults are left out.
+
+    >>> typed_arguments(8, 16, stride=(2, 1), kind=("gaussian", "gaussian"))
+    '8, 16, stride=2'
+    """
+    typed = [f"{name}={value!r}" for name, (value, default) in options.items() if value != default]
+    return ", ".join([*(repr(p) for p in positional), *typed])

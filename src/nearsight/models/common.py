@@ -9,14 +9,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from torch import Tensor
 
-from nearsight.layers.common import pool_mask
+from nearsight.layers.common import pool_mask, zero_masked
 
 __all__ = ["default_cfg", "global_pool_valid", "shrink_mask", "zero_masked"]
-
-
-def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The map [B, C, H, W] with zeros where key_mask [B, H, W] is False, as if the image ended there."""
-    return x if key_mask is None else x.masked_fill(~key_mask[:, None], 0.0)
 
 
 def shrink_mask(key_mask: Tensor | None, stride: int) -> Tensor | None:

@@ -1,0 +1,199 @@
+"""Global self-attention with two-dimensional relative positions: the attention branch of AA-Net."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nearsight.layers.common import (
+    avg_pool_valid,
+    check_channels,
+    check_divisible,
+    check_map,
+    check_stride,
+    split_heads,
+    to_channels_last,
+    to_nchw,
+    typed_arguments,
+    zero_masked,
+)
+from nearsight.ops.checks import check_pair
+
+__all__ = ["RelativeAttention2d", "resize_table"]
+
+LAYER = "RelativeAttention2d"
+# Added to the logit of a masked key; its exponential is 0 in every dtype, and float16 still holds it.
+MASKED_LOGIT = -3e4
+
+
+class RelativeAttention2d(nn.Module):
+    """Every pixel attends to every pixel, by content and by relative position.
+
+        y_i = W_o Σ_j softmax_j( (q_i·k_j + q_i·r^row_{y_j−y_i} + q_i·r^col_{x_j−x_i}) / √d ) v_j
+
+    [B, in_channels, H, W] → [B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉], any H and W. The tables r hold one embedding per
+    offset on a map of `feature_size` and are stretched linearly over other sizes.
+
+    The position terms enter the one product of queries and keys: the logits of a query's H row offsets and W column
+    offsets are appended to q, the one-hot row and column of a key to k. So torch's fused attention runs it all, and where
+    that has a kernel no n×n matrix exists.
+
+    Args:
+        in_channels, out_channels: as in `nn.Conv2d`; out_channels is the paper's d_v.
+        key_channels: d_k, the channels of q and of k.
+        feature_size: the map size the tables are built for, an int or (rows, columns).
+        stride: 1, or 2 to average 3×3 outputs around every second pixel.
+        num_heads: attention heads; they split out_channels and key_channels.
+        per_head_position: one embedding per head and offset instead of one for all heads.
+
+    `forward(x, key_mask=None)`: key_mask is bool [B, H, W], True where a pixel may be attended. A query with nothing to
+    attend to outputs 0.
+
+    >>> import torch
+    >>> from nearsight.layers.relative_attention import RelativeAttention2d
+    >>> layer = RelativeAttention2d(16, 8, key_channels=24, feature_size=(5, 7), num_heads=4)
+    >>> layer(torch.randn(2, 16, 5, 7)).shape, layer(torch.randn(2, 16, 9, 4)).shape
+    (torch.Size([2, 8, 5, 7]), torch.Size([2, 8, 9, 4]))
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        key_channels: int,
+        feature_size: int | tuple[int, int],
+        stride: int = 1,
+        num_heads: int = 8,
+        per_head_position: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_channels(LAYER, in_channels=in_channels, out_channels=out_channels, key_channels=key_channels)
+        check_divisible(LAYER, "out_channels", out_channels, num_heads)
+        self.head_dim = check_divisible(LAYER, "key_channels", key_channels, num_heads)
+        self.in_channels, self.out_channels, self.key_channels = in_channels, out_channels, key_channels
+        self.feature_size = check_pair(LAYER, "feature_size", feature_size)
+        self.stride = check_stride(LAYER, stride)
+        self.num_heads, self.per_head_position = num_heads, per_head_position
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv = nn.Linear(in_channels, 2 * key_channels + out_channels, bias=False, **factory)
+        self.proj = nn.Linear(out_channels, out_channels, bias=False, **factory)
+        heads = num_heads if per_head_position else 1
+        rows, columns = self.feature_size
+        self.rel_row = nn.Parameter(torch.empty(heads, 2 * rows - 1, self.head_dim, **factory))
+        self.rel_col = nn.Parameter(torch.empty(heads, 2 * columns - 1, self.head_dim, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projections keep the variance; embeddings start at d^−½, as in AA-Net."""
+        nn.init.normal_(self.qkv.weight, std=self.in_channels**-0.5)
+        nn.init.normal_(self.proj.weight, std=self.out_channels**-0.5)
+        for table in (self.rel_row, self.rel_col):
+            nn.init.normal_(table, std=self.head_dim**-0.5)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        check_map(LAYER, x, self.in_channels, key_mask)
+        batch, _, height, width = x.shape
+        q, k, v = self.project(x, key_mask)
+        row, column = self.position_logits(q)
+        parts_q = [q.permute(0, 3, 1, 2, 4), row, column]
+        parts_k = [k, *_one_hot_positions(height, width, k)]
+        if key_mask is not None:
+            parts_q.append(torch.ones_like(row[..., :1]))
+            parts_k.append((~key_mask)[..., None, None].to(k.dtype).expand(*k.shape[:4], 1) * MASKED_LOGIT)
+        keys = torch.cat([p.expand(*k.shape[:4], -1) for p in parts_k], dim=-1).permute(0, 3, 1, 2, 4)
+        # One width for all three, a multiple of 8: what fused kernels ask for.
+        wide = torch.cat(parts_q, dim=-1)
+        size = max(wide.shape[-1], v.shape[-1])
+        size = (size + 7) // 8 * 8
+        wide, keys, values = (
+            F.pad(t, (0, size - t.shape[-1])).flatten(2, 3) for t in (wide, keys, v.permute(0, 3, 1, 2, 4))
+        )
+        y = F.scaled_dot_product_attention(wide, keys, values, scale=1.0)[..., : v.shape[-1]]
+        y = y.permute(0, 2, 1, 3).reshape(batch, height, width, self.out_channels)
+        if key_mask is not None:
+            y = y.masked_fill(~key_mask.flatten(1).any(1)[:, None, None, None], 0.0)
+        if self.stride == 2:
+            # Before W_o, which commutes with an average and is then four times cheaper.
+            y = to_channels_last(avg_pool_valid(to_nchw(y), key_mask, 3, 2, padding=1))
+        return to_nchw(self.proj(y))
+
+    def project(self, x: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q (already divided by √d), k and v of a map, each [B, H, W, heads, ·]."""
+        sizes = [self.key_channels, self.key_channels, self.out_channels]
+        parts = self.qkv(to_channels_last(zero_masked(x, key_mask))).split(sizes, dim=-1)
+        q, k, v = (split_heads(part, self.num_heads) for part in parts)
+        return q * self.head_dim**-0.5, k, v
+
+    def position_logits(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q·r of every query with each row and each column of the map: [B, heads, H, W, H] and [B, heads, H, W, W]."""
+        height, width = q.shape[1:3]
+        row = _by_position(resize_table(self.rel_row, height), height).to(q.dtype)
+        column = _by_position(resize_table(self.rel_col, width), width).to(q.dtype)
+        return torch.einsum("byxnd,nykd->bnyxk", q, row), torch.einsum("byxnd,nxkd->bnyxk", q, column)
+
+    def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
+        """The softmax weights [B, H, W, heads, H, W], for pictures: the n×n matrix that `forward` avoids.
+
+        `position=False` leaves the relative terms out, as in the paper's picture of key × query alone.
+        """
+        check_map(LAYER, x, self.in_channels, key_mask)
+        q, k, _ = self.project(x, key_mask)
+        logits = torch.einsum("byxnd,bijnd->byxnij", q, k)
+        if position:
+            row, column = (t.permute(0, 2, 3, 1, 4) for t in self.position_logits(q))
+            logits = logits + row[..., :, None] + column[..., None, :]
+        if key_mask is not None:
+            logits = logits + (~key_mask)[:, None, None, None].to(logits.dtype) * MASKED_LOGIT
+        weights = logits.flatten(4).softmax(-1).view_as(logits)
+        return weights if key_mask is None else weights * key_mask[:, None, None, None].to(weights.dtype)
+
+    def extra_repr(self) -> str:
+        """The arguments as they would be typed, defaults of the options left out."""
+        return typed_arguments(
+            self.in_channels,
+            self.out_channels,
+            key_channels=(self.key_channels, None),
+            feature_size=(self.feature_size, None),
+            stride=(self.stride, 1),
+            num_heads=(self.num_heads, 8),
+            per_head_position=(self.per_head_position, False),
+        )
+
+
+def resize_table(table: Tensor, size: int) -> Tensor:
+    """A table of relative embeddings [heads, 2·S − 1, d] stretched linearly over a map of `size`: [heads, 2·size − 1, d].
+
+    Offset 0 stays in the middle and the largest offset at the end, whatever the size.
+
+    >>> import torch
+    >>> resize_table(torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])[None, :, None], 5)[0, :, 0].tolist()
+    [-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0]
+    """
+    reach = table.shape[1] // 2
+    offset = torch.arange(1 - size, size, device=table.device)
+    # In integers as far as they go: an equal size must give back the table bit for bit.
+    steps = max(size - 1, 1)
+    low = torch.div(offset * reach, steps, rounding_mode="floor")
+    share = ((offset * reach - low * steps) / steps).to(table.dtype)[:, None]
+    low = low + reach
+    return table[:, low] * (1 - share) + table[:, (low + 1).clamp(max=2 * reach)] * share
+
+
+def _by_position(table: Tensor, size: int) -> Tensor:
+    """The embedding between positions i (query) and j (key) of one axis: [heads, size, size, d]."""
+    position = torch.arange(size, device=table.device)
+    return table[:, position - position[:, None] + size - 1]
+
+
+def _one_hot_positions(height: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Which row and which column a pixel is in, one-hot: [1, H, W, 1, H] and [1, H, W, 1, W]."""
+    rows = torch.eye(height, dtype=like.dtype, device=like.device)[None, :, None, None]
+    columns = torch.eye(width, dtype=like.dtype, device=like.device)[None, None, :, None]
+    return rows.expand(1, height, width, 1, height), columns.expand(1, height, width, 1, width)
