@@ -1,0 +1,602 @@
+"""Local attention on a GPU: one forward kernel, two backward kernels, all on the tensor cores.
+
+A program walks down a strip of 16-pixel tiles (TY rows, TX columns) with G heads at once. Its rows are m = (head, pixel), so
+that M = 16·G; the heads' operands are block-diagonal ([M, G·DP], zero outside the row's own head), which lets heads of 8
+channels share one matrix product and one coalesced read. The other side is the tile's halo, RN rows of CN pixels, in chunks
+of NR rows padded to NC pixels: NK = NR·NC columns.
+
+Positions, window and image borders never touch a logit: a query's row and column terms (and a large negative number where a
+tap is out of range) form a table [M, 2·HS], which the tensor cores add by a product with one-hot codes of the halo's columns
+and rows. Dilation is a view: each phase of the lattice is an image of its own with longer strides.
+
+Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponential, and the saved log-sum-exp is in those units.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nearsight.ops.triton_support import INTERPRETED as RUN_BY_INTERPRETER
+
+__all__ = ["backward_keys", "backward_queries", "forward"]
+
+
+INTERPRETED = tl.constexpr(RUN_BY_INTERPRETER)
+NVIDIA = tl.constexpr(not RUN_BY_INTERPRETER and torch.version.hip is None)
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    # The interpreter multiplies bfloat16 as if its bits were integers.
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_add(a, b, acc, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _exp2(x):
+    # Triton's exp2 keeps subnormal results at three more instructions per logit; here they are zero.
+    if NVIDIA:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _strip(pid, strips, splits, H, W, dil_y, dil_x, TX: tl.constexpr):
+    """Which strip a program walks: image, lattice phase (y, x), the lattice's size, first column, number of the split."""
+    split = pid % splits
+    pid = pid // splits
+    x0 = (pid % strips) * TX
+    pid = pid // strips
+    phase_x = pid % dil_x
+    pid = pid // dil_x
+    phase_y = pid % dil_y
+    image = (pid // dil_y).to(tl.int64)
+    return image, phase_y, phase_x, (H - phase_y + dil_y - 1) // dil_y, (W - phase_x + dil_x - 1) // dil_x, x0, split
+
+
+@triton.jit
+def _relative(
+    row_ptr,
+    col_ptr,
+    row_head,
+    col_head,
+    h0,
+    heads,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    G: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The relative tables as one operand [G·DP, 2·HS]: column taps first, then row taps."""
+    c = tl.arange(0, G * DP)[:, None]
+    s = tl.arange(0, 2 * HS)[None, :]
+    h = h0 + c // DP
+    d = c % DP
+    table = tl.zeros((G * DP, 2 * HS), tl.float32)
+    if HAS_COL:
+        use = (s < KW) & (d >= D // 2) & (d < D) & (h < heads)
+        table += tl.load(col_ptr + h * col_head + s * (D // 2) + d - D // 2, mask=use, other=0.0)
+    if HAS_ROW:
+        use = (s >= HS) & (s < HS + KH) & (d < D // 2) & (h < heads)
+        table += tl.load(row_ptr + h * row_head + (s - HS) * (D // 2) + d, mask=use, other=0.0)
+    return table.to(dtype)
+
+
+@triton.jit
+def _codes(NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+    """One-hot codes [NK, 2·HS] of the halo's pixels: their column, then their row in the chunk."""
+    n = tl.arange(0, NR * NC)[:, None]
+    s = tl.arange(0, 2 * HS)[None, :]
+    return tl.where(s < HS, n % NC == s, n // NC == s - HS).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _table(
+    taps,
+    qy,
+    qx,
+    first_row,
+    first_col,
+    rows,
+    H,
+    W,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    HS: tl.constexpr,
+    CHECK_IMAGE: tl.constexpr,
+    HAS_REL: tl.constexpr,
+    LARGE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Move each query's terms from taps to the halo's columns and rows, −LARGE where window or image ends.
+
+    `rows` is the halo row that the chunk starts with; a halo row r is tap rows + r − qy, a halo column c is tap c − qx.
+    """
+    s = tl.arange(0, 2 * HS)[None, :]
+    tap = tl.where(s < HS, s - qx[:, None], s - HS + rows - qy[:, None])
+    fits = (tap >= 0) & (tap < tl.where(s < HS, KW, KH))
+    if CHECK_IMAGE:
+        at = tl.where(s < HS, first_col + s, first_row + rows + s - HS)
+        fits = fits & (at >= 0) & (at < tl.where(s < HS, W, H))
+    if HAS_REL:
+        moved = tl.gather(taps, (tap & (HS - 1)) | (s & HS), 1)
+        return tl.where(fits, moved, -LARGE).to(dtype)
+    else:
+        return tl.where(fits, 0.0, -LARGE).to(dtype)
+
+
+@triton.jit(
+    do_not_specialize=["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
+)
+def forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    row_ptr,
+    col_ptr,
+    mask_ptr,
+    H,
+    W,
+    heads,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    scale_log2,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    q_h: tl.constexpr,
+    k_h: tl.constexpr,
+    v_h: tl.constexpr,
+    G: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ZEROS: tl.constexpr,
+    LARGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out and the log-sum-exp of every query in a strip."""
+    MQ: tl.constexpr = TY * TX
+    M: tl.constexpr = MQ * G
+    NK: tl.constexpr = NR * NC
+    PY: tl.constexpr = (KH - 1) // 2
+    PX: tl.constexpr = (KW - 1) // 2
+    HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    dtype = q_ptr.dtype.element_ty
+    image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
+    h0 = tl.program_id(1) * G
+    m = tl.arange(0, M)
+    g = m // MQ
+    qy = m % MQ // TX
+    qx = m % TX
+    c = tl.arange(0, G * DP)
+    hc = h0 + c // DP
+    real = (c % DP < D) & (hc < heads)
+    own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
+    n = tl.arange(0, NK)
+    x = x0 + qx
+    halo_x = x0 - PX + n % NC
+    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
+    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
+    k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
+    v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
+    pixel0 = image * H * W
+    codes = _codes(NR, NC, HS, dtype)
+    if HAS_REL:
+        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
+    per_split = (tiles + splits - 1) // splits
+    for tile in range(split * per_split, tl.minimum(tiles, (split + 1) * per_split)):
+        y0 = tile * TY
+        y = y0 + qy
+        inside = (y < LH) & (x < LW)
+        q = tl.load(q_ptr + (y * dil_y * q_y)[:, None] + q_cols, mask=own & inside[:, None], other=0.0)
+        taps = tl.zeros((M, 2 * HS), tl.float32)
+        if HAS_REL:
+            taps = _dot(q, rel, PRECISION)
+        top = tl.full((M,), -float("inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, G * DP), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            halo_y = y0 - PY + chunk * NR + n // NC
+            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (chunk * NR + n // NC < TY + KH - 1)
+            load = there[:, None] & real[None, :]
+            table = _table(
+                taps, qy, qx, y0 - PY, x0 - PX, chunk * NR, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype
+            )
+            s = _dot(table, tl.trans(codes), PRECISION)
+            if HAS_K:
+                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
+                s = _dot_add(q, tl.trans(k), s, PRECISION)
+            if HAS_MASK:
+                at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+                attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
+                s = tl.where(attended[None, :], s, -LARGE)
+            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
+            new_top = tl.max(s, 1)
+            if CHUNKS > 1:
+                new_top = tl.maximum(new_top, top)
+            # A query with nothing to attend to: every exponential below becomes 0.
+            base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0) * scale_log2
+            p = _exp2(s * scale_log2 - base[:, None])
+            if CHUNKS > 1:
+                shrink = _exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))
+                total = total * shrink + tl.sum(p, 1)
+                acc = acc * shrink[:, None]
+                acc = _dot_add(p.to(dtype), v, acc, PRECISION)
+                top = new_top
+            else:
+                total = tl.sum(p, 1)
+                acc = _dot(p.to(dtype), v, PRECISION)
+                top = new_top
+        some = total > 0
+        acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
+        base = tl.where(top > -0.5 * LARGE, top, 0.0) * scale_log2
+        pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
+        out_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+        tl.store(out_ptr + out_at, acc.to(dtype), mask=own & inside[:, None])
+        tl.store(
+            lse_ptr + pixel * heads + h0 + g,
+            tl.where(some, base + tl.log2(total), LARGE),
+            mask=inside & (h0 + g < heads),
+        )
+
+
+@triton.jit(
+    do_not_specialize=["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
+)
+def backward_queries(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    drel_ptr,
+    row_ptr,
+    col_ptr,
+    mask_ptr,
+    H,
+    W,
+    heads,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    scale,
+    scale_log2,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    q_h: tl.constexpr,
+    k_h: tl.constexpr,
+    v_h: tl.constexpr,
+    G: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ZEROS: tl.constexpr,
+    LARGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, the strip's share of the relative tables' gradient, and delta = Σ_d grad·out for the other kernel."""
+    MQ: tl.constexpr = TY * TX
+    M: tl.constexpr = MQ * G
+    NK: tl.constexpr = NR * NC
+    PY: tl.constexpr = (KH - 1) // 2
+    PX: tl.constexpr = (KW - 1) // 2
+    HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    dtype = q_ptr.dtype.element_ty
+    image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
+    h0 = tl.program_id(1) * G
+    m = tl.arange(0, M)
+    g = m // MQ
+    qy = m % MQ // TX
+    qx = m % TX
+    c = tl.arange(0, G * DP)
+    hc = h0 + c // DP
+    real = (c % DP < D) & (hc < heads)
+    own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
+    n = tl.arange(0, NK)
+    x = x0 + qx
+    halo_x = x0 - PX + n % NC
+    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
+    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
+    k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
+    v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
+    pixel0 = image * H * W
+    codes = _codes(NR, NC, HS, dtype)
+    slot = tl.arange(0, 2 * HS)[None, :]
+    if HAS_REL:
+        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
+    drel = tl.zeros((2 * HS, G * DP), tl.float32)
+    per_split = (tiles + splits - 1) // splits
+    for tile in range(split * per_split, tl.minimum(tiles, (split + 1) * per_split)):
+        y0 = tile * TY
+        y = y0 + qy
+        inside = (y < LH) & (x < LW)
+        mine = own & inside[:, None]
+        pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
+        flat_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+        q = tl.load(q_ptr + (y * dil_y * q_y)[:, None] + q_cols, mask=mine, other=0.0)
+        grad = tl.load(grad_ptr + flat_at, mask=mine, other=0.0)
+        out = tl.load(out_ptr + flat_at, mask=mine, other=0.0)
+        delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        stat_at = pixel * heads + h0 + g
+        stat_in = inside & (h0 + g < heads)
+        tl.store(delta_ptr + stat_at, delta, mask=stat_in)
+        lse = tl.load(lse_ptr + stat_at, mask=stat_in, other=LARGE)
+        taps = tl.zeros((M, 2 * HS), tl.float32)
+        if HAS_REL:
+            taps = _dot(q, rel, PRECISION)
+        dq = tl.zeros((M, G * DP), tl.float32)
+        dtaps = tl.zeros((M, 2 * HS), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            halo_y = y0 - PY + chunk * NR + n // NC
+            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (chunk * NR + n // NC < TY + KH - 1)
+            load = there[:, None] & real[None, :]
+            table = _table(
+                taps, qy, qx, y0 - PY, x0 - PX, chunk * NR, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype
+            )
+            s = _dot(table, tl.trans(codes), PRECISION)
+            if HAS_K:
+                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
+                s = _dot_add(q, tl.trans(k), s, PRECISION)
+            if HAS_MASK:
+                at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+                attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
+                s = tl.where(attended[None, :], s, -LARGE)
+            p = _exp2(s * scale_log2 - lse[:, None])
+            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
+            dp = _dot(grad, tl.trans(v), PRECISION)
+            ds = (p * (dp - delta[:, None])).to(dtype)
+            if HAS_K:
+                dq = _dot_add(ds, k, dq, PRECISION)
+            if HAS_REL:
+                dtable = _dot(ds, codes, PRECISION)
+                # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy − rows.
+                came = tl.where(slot < HS, slot + qx[:, None], slot - HS + qy[:, None] - chunk * NR)
+                fits = (came >= 0) & (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
+                fits = fits & ((slot < HS) | (came < NR))
+                moved = tl.gather(dtable, (came & (HS - 1)) | (slot & HS), 1)
+                dtaps += tl.where(fits, moved, 0.0)
+        if HAS_REL:
+            dtaps_low = dtaps.to(dtype)
+            dq = _dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
+            drel = _dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
+        tl.store(dq_ptr + flat_at, (dq * scale).to(dtype), mask=mine)
+    if HAS_REL:
+        at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
+        inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
+        tl.store(drel_ptr + at + inner, drel * scale)
+
+
+@triton.jit(
+    do_not_specialize=["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
+)
+def backward_keys(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    row_ptr,
+    col_ptr,
+    mask_ptr,
+    H,
+    W,
+    heads,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    scale,
+    scale_log2,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    q_h: tl.constexpr,
+    k_h: tl.constexpr,
+    v_h: tl.constexpr,
+    G: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HT: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    LARGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv of every key in a strip, gathered from the queries whose windows see it (the transposed window).
+
+    Rows are keys, columns the halo's queries. The table's slots are the tile's key columns, then its key rows, per head.
+    """
+    MQ: tl.constexpr = TY * TX
+    M: tl.constexpr = MQ * G
+    NK: tl.constexpr = NR * NC
+    SL: tl.constexpr = 2 * TX
+    HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    # The last tap looks back furthest.
+    BY: tl.constexpr = KH - 1 - (KH - 1) // 2
+    BX: tl.constexpr = KW - 1 - (KW - 1) // 2
+    dtype = k_ptr.dtype.element_ty
+    image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
+    h0 = tl.program_id(1) * G
+    m = tl.arange(0, M)
+    g = m // MQ
+    ky = m % MQ // TX
+    kx = m % TX
+    c = tl.arange(0, G * DP)
+    hc = h0 + c // DP
+    real = (c % DP < D) & (hc < heads)
+    own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
+    n = tl.arange(0, NK)
+    x = x0 + kx
+    halo_x = x0 - BX + n % NC
+    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
+    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    k_cols = (x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
+    v_cols = (x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
+    q_cols = (halo_x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
+    pixel0 = image * H * W
+    hg = tl.arange(0, G)
+    # Which slots a key reads: its column and its row, of its own head.
+    e = tl.arange(0, G * SL)[None, :]
+    slot = e % SL
+    codes = ((e // SL == g[:, None]) & tl.where(slot < TX, slot == kx[:, None], slot - TX == ky[:, None])).to(
+        tl.float32
+    )
+    codes = codes.to(dtype)
+    er = tl.arange(0, G * SL)[:, None]
+    slot_r = er % SL
+    if HAS_REL:
+        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HT, HAS_ROW, HAS_COL, dtype)
+        # [G·2·HT, G·DP], block-diagonal over the heads: one product gives every head's terms of every query.
+        t = tl.arange(0, G * 2 * HT)[:, None]
+        spread = tl.trans(rel)
+        spread = tl.reshape(tl.broadcast_to(spread[None, :, :], (G, 2 * HT, G * DP)), (G * 2 * HT, G * DP))
+        spread = tl.where(t // (2 * HT) == (c // DP)[None, :], spread.to(tl.float32), 0.0).to(dtype)
+    per_split = (tiles + splits - 1) // splits
+    for tile in range(split * per_split, tl.minimum(tiles, (split + 1) * per_split)):
+        y0 = tile * TY
+        y = y0 + ky
+        inside = (y < LH) & (x < LW)
+        mine = own & inside[:, None]
+        pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
+        flat_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+        v = tl.load(v_ptr + (y * dil_y * v_y)[:, None] + v_cols, mask=mine, other=0.0)
+        if HAS_K:
+            k = tl.load(k_ptr + (y * dil_y * k_y)[:, None] + k_cols, mask=mine, other=0.0)
+        dk = tl.zeros((M, G * DP), tl.float32)
+        dv = tl.zeros((M, G * DP), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            halo_row = chunk * NR + n // NC
+            halo_y = y0 - BY + halo_row
+            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (halo_row < TY + KH - 1)
+            load = there[:, None] & real[None, :]
+            at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+            q = tl.load(q_ptr + (halo_y * dil_y * q_y)[:, None] + q_cols, mask=load, other=0.0)
+            grad = tl.load(grad_ptr + (at * heads * D)[:, None] + (hc * D + c % DP)[None, :], mask=load, other=0.0)
+            stat_at = (at * heads)[None, :] + (h0 + hg)[:, None]
+            stat_in = there[None, :] & (h0 + hg < heads)[:, None]
+            lse = tl.load(lse_ptr + stat_at, mask=stat_in, other=LARGE)
+            delta = tl.load(delta_ptr + stat_at, mask=stat_in, other=0.0)
+            # Key column kx is tap kx − (halo column) + KW − 1 of the query there; rows alike.
+            tap = tl.where(slot_r < TX, slot_r - (n % NC)[None, :] + KW - 1, slot_r - TX - halo_row[None, :] + KH - 1)
+            fits = (tap >= 0) & (tap < tl.where(slot_r < TX, KW, KH))
+            if HAS_REL:
+                taps = _dot(spread, tl.trans(q), PRECISION)
+                place = (er // SL) * (2 * HT) + tl.where(slot_r < TX, 0, HT) + (tap & (HT - 1))
+                table = tl.where(fits, tl.gather(taps, place, 0), -LARGE).to(dtype)
+            else:
+                table = tl.where(fits, 0.0, -LARGE).to(dtype)
+            s = _dot(codes, table, PRECISION)
+            if HAS_K:
+                s = _dot_add(k, tl.trans(q), s, PRECISION)
+            lse_rows = tl.reshape(tl.broadcast_to(lse[:, None, :], (G, MQ, NK)), (M, NK))
+            delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
+            p = _exp2(s * scale_log2 - lse_rows)
+            dv = _dot_add(p.to(dtype), grad, dv, PRECISION)
+            if HAS_K:
+                dp = _dot(v, tl.trans(grad), PRECISION)
+                ds = (p * (dp - delta_rows)).to(dtype)
+                dk = _dot_add(ds, q, dk, PRECISION)
+        if HAS_MASK:
+            attended = tl.load(mask_ptr + pixel, mask=inside, other=0) != 0
+            dk = tl.where(attended[:, None], dk, 0.0)
+            dv = tl.where(attended[:, None], dv, 0.0)
+        tl.store(dv_ptr + flat_at, dv.to(dtype), mask=mine)
+        if HAS_K:
+            tl.store(dk_ptr + flat_at, (dk * scale).to(dtype), mask=mine)
