@@ -82,6 +82,10 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kind: str) -> Ge
     return Geometry(ty, tx, g, nr, nc, -(-rows // nr), max(1, g), 2)
 
 
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -108,58 +112,58 @@ def _launch(
     batch, height, width, heads, dim = q.shape
     (kh, kw), (dil_y, dil_x) = window, dilation
     shape = geometry(dim, heads, kh, kw, q.element_size(), kind)
-    strips = -(-(-(-width // dil_x)) // shape.tx)
-    tiles = -(-(-(-height // dil_y)) // shape.ty)
-    groups = -(-heads // shape.g)
+    strips = _ceil(_ceil(width, dil_x), shape.tx)
+    tiles = _ceil(_ceil(height, dil_y), shape.ty)
+    groups = _ceil(heads, shape.g)
     programs = batch * dil_y * dil_x * strips * groups
     # Enough programs for several waves over the chip, else whole strips, which reuse their neighbours' rows.
     wanted = 4 if q.device.type != "cuda" else 12 * _multiprocessors(q.device.index or 0)
     splits = max(1, min(tiles, -(-wanted // max(programs, 1))))
     key = q if k is None else k
-    runtime = dict(
-        H=height,
-        W=width,
-        heads=heads,
-        strips=strips,
-        splits=splits,
-        tiles=tiles,
-        dil_y=dil_y,
-        dil_x=dil_x,
-        q_b=q.stride(0),
-        q_y=q.stride(1),
-        q_x=q.stride(2),
-        k_b=key.stride(0),
-        k_y=key.stride(1),
-        k_x=key.stride(2),
-        v_b=v.stride(0),
-        v_y=v.stride(1),
-        v_x=v.stride(2),
-        row_head=0 if rel_row is None or rel_row.shape[0] == 1 else rel_row.stride(0),
-        col_head=0 if rel_col is None or rel_col.shape[0] == 1 else rel_col.stride(0),
-    )
-    constants = dict(
-        KH=kh,
-        KW=kw,
-        D=dim,
-        DP=next_power_of_two(dim),
-        q_h=q.stride(3),
-        k_h=key.stride(3),
-        v_h=v.stride(3),
-        G=shape.g,
-        TY=shape.ty,
-        TX=shape.tx,
-        NR=shape.nr,
-        NC=shape.nc,
-        CHUNKS=shape.chunks,
-        HAS_K=k is not None,
-        HAS_ROW=rel_row is not None,
-        HAS_COL=rel_col is not None,
-        HAS_MASK=key_mask is not None,
-        LARGE=LARGE[q.dtype],
-        PRECISION=dot_precision(q.dtype),
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+    runtime = {
+        "H": height,
+        "W": width,
+        "heads": heads,
+        "strips": strips,
+        "splits": splits,
+        "tiles": tiles,
+        "dil_y": dil_y,
+        "dil_x": dil_x,
+        "q_b": q.stride(0),
+        "q_y": q.stride(1),
+        "q_x": q.stride(2),
+        "k_b": key.stride(0),
+        "k_y": key.stride(1),
+        "k_x": key.stride(2),
+        "v_b": v.stride(0),
+        "v_y": v.stride(1),
+        "v_x": v.stride(2),
+        "row_head": 0 if rel_row is None or rel_row.shape[0] == 1 else rel_row.stride(0),
+        "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else rel_col.stride(0),
+    }
+    constants = {
+        "KH": kh,
+        "KW": kw,
+        "D": dim,
+        "DP": next_power_of_two(dim),
+        "q_h": q.stride(3),
+        "k_h": key.stride(3),
+        "v_h": v.stride(3),
+        "G": shape.g,
+        "TY": shape.ty,
+        "TX": shape.tx,
+        "NR": shape.nr,
+        "NC": shape.nc,
+        "CHUNKS": shape.chunks,
+        "HAS_K": k is not None,
+        "HAS_ROW": rel_row is not None,
+        "HAS_COL": rel_col is not None,
+        "HAS_MASK": key_mask is not None,
+        "LARGE": LARGE[q.dtype],
+        "PRECISION": dot_precision(q.dtype),
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
     return _Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
 
 
@@ -258,7 +262,7 @@ def _backward_op(
 
     grad = grad.contiguous()
     row, col, mask = _dense(rel_row), _dense(rel_col), _bytes(key_mask)
-    numbers = dict(scale=scale, scale_log2=scale * math.log2(math.e))
+    numbers = {"scale": scale, "scale_log2": scale * math.log2(math.e)}
     launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "queries")
     half = _half_slots(launch.constants)
     shape = (*launch.grid, 2 * half, launch.constants["G"], launch.constants["DP"])
