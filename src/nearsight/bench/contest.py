@@ -1,0 +1,54 @@
+"""What is timed against what: contenders on one shape. The suites build these, the driver runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["Contender", "Contest", "RefusedError", "Runner"]
+
+
+class RefusedError(Exception):
+    """A contender cannot run this shape; the text says why."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One form of a contender: its forward, and the tensors the backward takes gradients of."""
+
+    forward: Callable[[], Tensor]
+    leaves: Sequence[Tensor]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Someone to time. `build` gives its forms (the fastest counts); `fault` says what is wrong with its results, or None.
+
+    `fault` is None for another function, a convolution say, whose price is all that is asked.
+    """
+
+    name: str
+    build: Callable[[], Sequence[Runner]]
+    fault: Callable[[], str | None] | None = None
+    ours: bool = False
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contenders on one shape. `floor_bytes`: what the forward, and forward+backward, must at least move through memory."""
+
+    subject: str
+    shape: str
+    dtype: str
+    sizes: dict[str, int]
+    contenders: Sequence[Contender]
+    floor_bytes: tuple[int, int] | None = None
+    tags: Sequence[str] = field(default=())
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject} {self.shape}"

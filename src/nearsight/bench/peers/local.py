@@ -1,0 +1,81 @@
+"""Local attention as it is done elsewhere: windows unfolded in memory, and FlexAttention with a window as its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["flex_local", "unfold_local"]
+
+
+def unfold_local(window: int) -> Callable[..., Tensor]:
+    """`F.unfold` on keys and values, one softmax over the copied windows; pixels outside the image masked."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor) -> Tensor:
+        batch, height, width, heads, dim = q.shape
+        pixels, taps, half = height * width, window * window, dim // 2
+
+        def windows(x: Tensor) -> Tensor:
+            image = x.flatten(3).permute(0, 3, 1, 2)
+            return F.unfold(image, window, padding=window // 2).view(batch, heads, dim, taps, pixels)
+
+        query = q.flatten(1, 2).permute(0, 2, 3, 1)
+        logits = (query[:, :, :, None] * windows(k)).sum(2).view(batch, heads, window, window, pixels)
+        logits = logits + torch.einsum("bndp,td->bntp", query[:, :, :half], rel_row)[:, :, :, None]
+        logits = logits + torch.einsum("bndp,td->bntp", query[:, :, half:], rel_col)[:, :, None]
+        inside = F.unfold(q.new_ones(1, 1, height, width), window, padding=window // 2)
+        logits = logits.flatten(2, 3).masked_fill(inside[:, None] == 0, float("-inf"))
+        out = (logits.softmax(2)[:, :, None] * windows(v)).sum(3)
+        return out.permute(0, 3, 1, 2).unflatten(1, (height, width))
+
+    return run
+
+
+def flex_local(
+    height: int, width: int, window: int, device: torch.device, *, positions: bool, compiled: bool
+) -> Callable[..., Tensor]:
+    """FlexAttention over all pixels with the window as its block mask.
+
+    `positions` adds q·r in `score_mod`, read from one table per axis of each query's products with the embeddings; their
+    gradients flow through the captured tables.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    reach = window // 2
+    pixels = height * width
+
+    def near(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        dy, dx = key // width - query // width, key % width - query % width
+        return (dy.abs() <= reach) & (dx.abs() <= reach)
+
+    block_mask = create_block_mask(near, None, None, pixels, pixels, device=device)
+
+    def tokens(x: Tensor) -> Tensor:
+        return x.flatten(1, 2).transpose(1, 2)
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).unflatten(1, (height, width))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return back(flex_attention(tokens(q), tokens(k), tokens(v), block_mask=block_mask, scale=1.0))
+
+    def with_positions(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor) -> Tensor:
+        query = tokens(q)
+        half = query.shape[-1] // 2
+        rows = torch.matmul(query[..., :half], rel_row.t())
+        columns = torch.matmul(query[..., half:], rel_col.t())
+
+        def add_position(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            dy = (j // width - i // width + reach).clamp(0, window - 1)
+            dx = (j % width - i % width + reach).clamp(0, window - 1)
+            return score + rows[b, h, i, dy] + columns[b, h, i, dx]
+
+        return back(
+            flex_attention(query, tokens(k), tokens(v), score_mod=add_position, block_mask=block_mask, scale=1.0)
+        )
+
+    run: Callable[..., Tensor] = with_positions if positions else plain
+    return torch.compile(run, dynamic=False, fullgraph=True) if compiled else run

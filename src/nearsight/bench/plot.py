@@ -1,0 +1,83 @@
+"""A bar chart of results, for a README: forward+backward of ours beside the peers, shape by shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nearsight.bench.driver import Result
+from nearsight.bench.report import milliseconds
+from nearsight.errors import UserError
+
+__all__ = ["plot_ops"]
+
+OURS = "#1b7837"
+PEERS = ("#9ecae1", "#fdae6b", "#bcbddc", "#bdbdbd", "#fdd0a2", "#c7e9c0")
+
+
+def plot_ops(path: Path, results: Sequence[Result], title: str) -> None:
+    """Draw one panel per subject: a group of bars per shape, times on a logarithmic axis, the floor as a line."""
+    timed = [r for r in results if r.total_ms is not None]
+    if not timed:
+        raise UserError("bench: no time was measured, so there is nothing to plot.")
+    plt = _pyplot()
+    subjects = list(dict.fromkeys(r.subject for r in timed))
+    counts = [len({r.shape for r in timed if r.subject == s}) for s in subjects]
+    # A little room for a single shape: its labels need it.
+    widths = [max(count, 1.5) for count in counts]
+    figure, axes = plt.subplots(
+        1,
+        len(subjects),
+        figsize=(max(6.0, 2.4 + 1.9 * sum(widths)), 4.2),
+        squeeze=False,
+        layout="constrained",
+        gridspec_kw={"width_ratios": widths},
+    )
+    for axis, subject in zip(axes[0], subjects, strict=True):
+        _panel(axis, [r for r in timed if r.subject == subject], subject)
+    axes[0][0].set_ylabel("forward + backward, ms")
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _panel(axis: Any, results: Sequence[Result], subject: str) -> None:
+    shapes = list(dict.fromkeys(r.shape for r in results))
+    names = list(dict.fromkeys(r.contender for r in results))
+    width = 0.8 / len(names)
+    peers = [name for name in names if not any(r.ours for r in results if r.contender == name)]
+    for place, name in enumerate(names):
+        found = [r for r in results if r.contender == name]
+        x = [shapes.index(r.shape) + (place - (len(names) - 1) / 2) * width for r in found]
+        height = [r.total_ms for r in found]
+        ours = [n for n in names if n not in peers]
+        colour = PEERS[peers.index(name) % len(PEERS)] if name in peers else OURS
+        bars = axis.bar(
+            x, height, width * 0.92, label=name, color=colour, alpha=1 if name in [*ours[:1], *peers] else 0.5
+        )
+        axis.bar_label(bars, fmt=milliseconds, fontsize=6, padding=1)
+    for place, shape in enumerate(shapes):
+        floor = next((r.floor_total_ms for r in results if r.shape == shape), None)
+        if floor is not None:
+            label = "floor (bytes ÷ bandwidth)" if place == 0 else None
+            axis.hlines(
+                floor, place - 0.42, place + 0.42, colors="black", linestyles="dashed", linewidth=1, label=label
+            )
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(shapes)), [shape.replace(" ", "\n", 1) for shape in shapes], fontsize=8)
+    axis.set_xlim(-0.6, len(shapes) - 0.4)
+    axis.margins(y=0.12)
+    axis.set_title(subject, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=6.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)

@@ -1,0 +1,144 @@
+"""Results for people (tables of one screen) and for programs (CSV, JSON)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from nearsight.bench.driver import Result
+from nearsight.errors import UserError
+
+__all__ = ["milliseconds", "op_tables", "read_csv", "rows_of", "write_csv", "write_json"]
+
+# Above this many rows one contender per row no longer fits a screen.
+LONG_ROWS = 24
+
+Row = Mapping[str, object]
+
+
+def rows_of(suite: str, results: Sequence[object], stamp: Row) -> list[dict[str, object]]:
+    """One flat row per result, each with the machine, the versions, the commit and the date."""
+    return [{**stamp, "suite": suite, **result.columns()} for result in results]  # type: ignore[attr-defined]
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows with a header; numbers unrounded, empty where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def op_tables(results: Sequence[Result], title: str) -> list[Table]:
+    """A table with one contender per row; for many, one table per subject with one shape per row."""
+    if not results:
+        raise UserError("bench: nothing to show.")
+    if len(results) <= LONG_ROWS:
+        return [_long(results, title)]
+    subjects = dict.fromkeys(r.subject for r in results)
+    return [_wide([r for r in results if r.subject == subject], f"{subject}: {title}") for subject in subjects]
+
+
+def _long(results: Sequence[Result], title: str) -> Table:
+    cuda = any(r.total_eager_ms is not None for r in results)
+    floors = any(r.floor_total_ms is not None for r in results)
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("contender")
+    heads = ["forward ms", "fwd+bwd ms", *(["eager ms"] if cuda else []), "fwd MiB", "fwd+bwd MiB"]
+    heads += [*(["÷ floor"] if floors else []), "ours ÷ it", "memory ÷"]
+    for head in heads:
+        table.add_column(head, justify="right")
+    table.add_column("note", overflow="fold")
+    for contest in dict.fromkeys(r.contest for r in results):
+        rows = [r for r in results if r.contest == contest]
+        floor = rows[0].floor_total_ms
+        batch = f", batch {rows[0].sizes['batch']}" if "batch" in rows[0].sizes else ""
+        heading = f"[bold]{contest}[/bold]{batch}" + (f", floor {milliseconds(floor)} ms" if floor is not None else "")
+        table.add_section()
+        table.add_row(heading)
+        for row in rows:
+            cells = [
+                milliseconds(row.forward_ms),
+                milliseconds(row.total_ms),
+                *([milliseconds(row.total_eager_ms)] if cuda else []),
+            ]
+            cells += [_mib(row.forward_bytes), _mib(row.total_bytes)]
+            cells += [*([_ratio(row.total_over_floor)] if floors else [])]
+            cells += [_ratio(row.ours_over_this_total), _ratio(row.ours_over_this_bytes)]
+            table.add_row("  " + _who(row), *cells, _shown_note(row))
+    return table
+
+
+def _wide(results: Sequence[Result], title: str) -> Table:
+    """Forward+backward ms of every contender, a row per shape; under it the forward, behind it ours ÷ it."""
+    names = list(dict.fromkeys(r.contender for r in results))
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("shape")
+    table.add_column("floor", justify="right")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold", max_width=24)
+    cells = {(r.shape, r.contender): r for r in results}
+    for shape in dict.fromkeys(r.shape for r in results):
+        floor = next(r.floor_total_ms for r in results if r.shape == shape)
+        row = [cells.get((shape, name)) for name in names]
+        table.add_row(shape, milliseconds(floor), *[_cell(result) for result in row])
+    table.caption = "ms forward+backward (forward); [x] = ours ÷ it"
+    table.caption_justify = "left"
+    return table
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return ""
+    if result.total_ms is None:
+        return f"[dim]{_escape(result.note or result.status)}[/dim]"
+    ratio = f" \\[{_ratio(result.ours_over_this_total)}]" if result.ours_over_this_total is not None else ""
+    text = f"{milliseconds(result.total_ms)} ({milliseconds(result.forward_ms)}){ratio}"
+    return f"[green]{text}[/green]" if result.ours else text
+
+
+def _who(row: Result) -> str:
+    return f"[green]{row.contender}[/green]" if row.ours else row.contender
+
+
+def _shown_note(row: Result) -> str:
+    note = _escape(row.note or "")
+    return f"[red]{note}[/red]" if row.status in ("wrong", "failed") else note
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits that count.
+
+    >>> milliseconds(0.0712), milliseconds(1.234), milliseconds(45.67), milliseconds(1234.5), milliseconds(None)
+    ('0.071', '1.23', '45.7', '1234', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def _mib(value: int | None) -> str:
+    return "" if value is None else f"{value / 2**20:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.{3 if value < 0.1 else 2 if value < 10 else 0}f}"

@@ -1,0 +1,131 @@
+"""How long a call takes: medians after a warm-up; on CUDA by replays of a captured graph, with the plain launches beside.
+
+On small maps the host's launches would otherwise be what is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Effort", "Timing", "copy_bandwidth", "time_on_cpu", "time_on_cuda"]
+
+Step = Callable[[], object]
+
+
+class Effort(NamedTuple):
+    """How much to measure: seconds to spend on one call, and the bounds of its repetitions."""
+
+    seconds: float
+    least: int
+    most: int
+
+
+class Timing(NamedTuple):
+    """Median milliseconds of one call; `eager_ms` the plain launches' (CUDA); `spread` the quartiles' distance ÷ median."""
+
+    ms: float
+    spread: float
+    repeats: int
+    eager_ms: float | None = None
+    note: str | None = None
+
+
+def _median(samples: Sequence[float]) -> tuple[float, float]:
+    middle = statistics.median(samples)
+    if len(samples) < 4:
+        return middle, (max(samples) - min(samples)) / middle
+    low, _, high = statistics.quantiles(samples, n=4)
+    return middle, (high - low) / middle
+
+
+def time_on_cpu(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
+    """Time the steps in turn, round after round, so that whatever else the machine does meets all of them alike."""
+    once = {}
+    for name, step in steps.items():
+        step()
+        start = time.perf_counter()
+        step()
+        once[name] = time.perf_counter() - start
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    wanted = {n: min(effort.most, max(effort.least, round(effort.seconds / max(t, 1e-7)))) for n, t in once.items()}
+    gc.collect()
+    while any(len(samples[name]) < wanted[name] for name in steps):
+        for name, step in steps.items():
+            if len(samples[name]) < wanted[name]:
+                start = time.perf_counter()
+                step()
+                samples[name].append((time.perf_counter() - start) * 1e3)
+    return {name: Timing(*_median(taken), len(taken)) for name, taken in samples.items()}
+
+
+def time_on_cuda(step: Step, effort: Effort) -> Timing:
+    """Median time of a graph replay; where the step cannot be captured, of its plain launches, and `note` says so."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    eager, eager_spread, repeats = _launched(step, effort)
+    # Several calls in one graph: a graph of a few microseconds would time its own launch.
+    calls = min(20, max(1, round(0.5 / eager)))
+    try:
+        graph = _capture(step, calls)
+    except Exception as error:
+        torch.cuda.synchronize()
+        reason = str(error).strip().partition("\n")[0]
+        return Timing(eager, eager_spread, repeats, eager, f"launched eagerly: cannot be captured ({reason})")
+    replays, spread, repeats = _launched(graph.replay, effort)
+    graph.reset()
+    return Timing(replays / calls, spread, repeats, eager)
+
+
+def _capture(step: Step, calls: int) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _launched(step: Step, effort: Effort) -> tuple[float, float, int]:
+    """Median milliseconds between events recorded around each call, the calls queued without waiting in between."""
+
+    def run(count: int) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+    first = max(statistics.median(run(3)), 1e-4)
+    count = min(effort.most, max(effort.least, round(effort.seconds * 1e3 / first)))
+    middle, spread = _median(run(count))
+    return middle, spread, count
+
+
+def copy_bandwidth(device: torch.device, effort: Effort) -> float:
+    """Bytes per second of a large copy on `device`, counting those read and those written."""
+    size = 2**31 if device.type == "cuda" else 2**28
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> object:
+        return target.copy_(source)
+
+    timing = time_on_cuda(copy, effort) if device.type == "cuda" else time_on_cpu({"copy": copy}, effort)["copy"]
+    return 2 * size / (timing.ms * 1e-3)

@@ -1,0 +1,107 @@
+"""Time the ops, layers and networks on this machine beside what others use, each checked before it is timed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from nearsight.bench.suites import Settings, run_suite
+from nearsight.cli.app import examples, new_app
+from nearsight.cli.output import console
+from nearsight.errors import UserError
+
+app = new_app()
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+EXAMPLES = examples(
+    "nearsight bench ops  # every backend beside its peers",
+    "nearsight bench ops --quick --filter local  # local attention alone, in seconds",
+    "nearsight bench ops --csv results.csv --plot ops.png  # for the record",
+    "nearsight bench models --filter resnet50  # training images per second",
+)
+
+
+class Suite(StrEnum):
+    ops = "ops"
+    layers = "layers"
+    models = "models"
+
+
+@app.command(epilog=EXAMPLES)
+def bench(
+    suite: Annotated[Suite, typer.Argument(help="What to time.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One shape of each, few repetitions, nothing compiled.")
+    ] = False,
+    filters: Annotated[
+        list[str] | None,
+        typer.Option("--filter", help='Only what has all these words in its name: "local 28x28"; repeatable.'),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images at a time.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Image side in pixels, for models.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: bfloat16 on CUDA, else float32.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write the rows, with machine, versions, commit and date.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the same rows as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw a bar chart (.png, .svg or .pdf).")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which nothing more is compiled.")] = None,
+) -> None:
+    """Time the ops, layers or networks beside what others use: convolutions, unfold, FlexAttention, timm's networks.
+
+    What gives wrong results gets no time. "ours ÷ it" is the time of the backend a call takes by itself over that of the
+    row: below 1, ours is faster. On CUDA, times are replays of a captured graph, with the plain launches beside them.
+    """
+    place = _device(device)
+    for path in (csv, json, plot):
+        if path is not None and path.is_dir():
+            raise UserError(f"got the folder {str(path)!r}, wanted the name of a file to write.")
+    settings = Settings(
+        device=place,
+        dtype=_dtype(dtype, place),
+        batch=batch,
+        size=size,
+        quick=quick,
+        filters=tuple(filters or ()),
+        budget=budget,
+    )
+    with console(stderr=True).status("starting") as status:
+        outcome = run_suite(suite.value, settings, progress=status.update)
+    out = console()
+    for table in outcome.tables():
+        out.print(table)
+    if csv is not None:
+        outcome.write_csv(csv)
+    if json is not None:
+        outcome.write_json(json)
+    if plot is not None:
+        outcome.plot(plot)
+    for path in (csv, json, plot):
+        if path is not None:
+            out.print(f"wrote {path}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"got --device {name!r}, wanted cpu or cuda.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("got --device cuda, but torch finds no CUDA device here; leave it out to time the CPU.")
+    return torch.device(name)
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"got --dtype {name!r}, wanted one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
