@@ -13,7 +13,7 @@ from nearsight.layers.explicit import RADIUS_INIT, ExplicitAttention2d
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops.checks import check_number, check_pair
 
-__all__ = ["AttentionAugmentedConv2d", "ExplicitAugmentedConv2d", "attention_width", "key_width"]
+__all__ = ["AttentionAugmentedConv2d", "AugmentedConv2d", "ExplicitAugmentedConv2d", "attention_width", "key_width"]
 
 Size = int | tuple[int, int]
 
@@ -36,7 +36,7 @@ def key_width(out_channels: int, ratio: float, num_heads: int) -> int:
     return max(20 * num_heads, attention_width(out_channels, 2 * ratio, num_heads))
 
 
-class _AugmentedConv2d(nn.Module):
+class AugmentedConv2d(nn.Module):
     """[convolution ‖ attention branches], concatenated along the channels; a subclass makes the branches it names."""
 
     branches: tuple[str, ...] = ("attention",)
@@ -105,8 +105,12 @@ class _AugmentedConv2d(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(type(self).__name__, x, self.in_channels, key_mask)
-        branches = [branch for name in self.branches if (branch := getattr(self, name)) is not None]
-        return torch.cat([self.conv(zero_masked(x, key_mask)), *(branch(x, key_mask) for branch in branches)], dim=1)
+        parts = [self.conv(zero_masked(x, key_mask))]
+        for name in self.branches:
+            branch = getattr(self, name)
+            if branch is not None:
+                parts.append(branch(x, key_mask))
+        return torch.cat(parts, dim=1)
 
     def _typed(self, **own: tuple[object, object]) -> str:
         rows, columns = self.kernel_size
@@ -126,7 +130,7 @@ class _AugmentedConv2d(nn.Module):
         )
 
 
-class ExplicitAugmentedConv2d(_AugmentedConv2d):
+class ExplicitAugmentedConv2d(AugmentedConv2d):
     """A convolution of which some output channels are explicit attention (ExpAtt's augmented convolution).
 
         y = [ conv_k×k(x) ‖ Norm(G(σ) + offset) x W_v W_o ]   with out_channels − d_v and d_v channels
@@ -235,7 +239,7 @@ class ExplicitAugmentedConv2d(_AugmentedConv2d):
         )
 
 
-class AttentionAugmentedConv2d(_AugmentedConv2d):
+class AttentionAugmentedConv2d(AugmentedConv2d):
     """A convolution of which some output channels are global self-attention with relative positions (AA-Net).
 
         y = [ conv_k×k(x) ‖ W_o Σ_j softmax_j( (q_i·k_j + q_i·r_ij) / √d ) v_j ]   with out_channels − d_v and d_v channels

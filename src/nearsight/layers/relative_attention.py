@@ -49,8 +49,8 @@ class RelativeAttention2d(nn.Module):
         num_heads: attention heads; they split out_channels and key_channels.
         per_head_position: one embedding per head and offset instead of one for all heads.
 
-    `forward(x, key_mask=None)`: key_mask is bool [B, H, W], True where a pixel may be attended. A query with nothing to
-    attend to outputs 0.
+    `forward(x, key_mask=None)`: key_mask is bool [B, H, W], True where a pixel may be attended; where it is False x
+    counts as 0. A query with nothing to attend to outputs 0.
 
     >>> import torch
     >>> from nearsight.layers.relative_attention import RelativeAttention2d
