@@ -1,40 +1,27 @@
-"""Local attention without Triton: tiles of queries against the band of keys they can see, as small matrix products.
-
-A tile of ty×tx queries sees (ty+kh−1)×(tx+kw−1) keys. Its logits are one product plus one bias per key row and one per key
-column, whose entries outside the band are −large, so no logit is compared or gathered. Only one tile's logits exist at a time;
-the backward computes them again. Dilation splits the map into interleaved maps without dilation.
-"""
+"""Local attention without Triton: a registered operator around the tiles, and its gradient, which computes them again."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from nearsight.ops.local import export_form
 from nearsight.ops.local.call import LocalCall
-from nearsight.ops.local.export_form import run as run_export_form
-from nearsight.ops.windows import window_padding
+from nearsight.ops.local.tiles import Tiles, make_plan
 
 __all__ = ["run"]
 
-# Finite, so that a query with nothing to attend to gives numbers (replaced by 0) and not NaN; two of them still fit float32.
-MASKED = -1e30
 # Logits held at once: on a CPU about what its cache holds, elsewhere enough to fill the machine.
-BUDGET = {"cpu": 1 << 18}
-BUDGET_ELSEWHERE = 1 << 24
-# Cost of starting one tile's operations, in logits.
-TILE_COST = 12_000
+BUDGET_CPU, BUDGET = 1 << 18, 1 << 24
 
 
 def run(call: LocalCall) -> Tensor:
     if torch.compiler.is_exporting():
-        return run_export_form(call)
-    return _attend(
+        return export_form.run(call)
+    return local_attention_tiles(
         call.q,
         call.k,
         call.v,
@@ -48,8 +35,8 @@ def run(call: LocalCall) -> Tensor:
     )
 
 
-@torch.library.custom_op("nearsight::local_attention", mutates_args=())
-def _attend(
+@torch.library.custom_op("nearsight::local_attention_tiles", mutates_args=())
+def local_attention_tiles(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,
@@ -63,30 +50,13 @@ def _attend(
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        for at in _pieces(q, window, dilation, zeros):
-            piece = _Piece(at, q, k, v, rel_row, rel_col, key_mask, zeros, scale)
-            out[at.index] = piece.forward()
+        for index, tiles in _pieces(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale):
+            out[index] = tiles.forward()
     return out
 
 
-@_attend.register_fake
-def _(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    rel_row: Tensor | None,
-    rel_col: Tensor | None,
-    key_mask: Tensor | None,
-    window: list[int],
-    dilation: list[int],
-    zeros: bool,
-    scale: float,
-) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-@torch.library.custom_op("nearsight::local_attention_backward", mutates_args=())
-def _attend_backward(
+@torch.library.custom_op("nearsight::local_attention_tiles_backward", mutates_args=())
+def local_attention_tiles_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor | None,
@@ -99,19 +69,105 @@ def _attend_backward(
     zeros: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, rel_row, rel_col; empty for those that are None."""
-    grad_q, grad_k, grad_v, grad_row, grad_col = _empty_gradients(q, k, rel_row, rel_col)
-    wide = _compute_dtype(q.dtype)
-    row, col = grad_row.to(wide).zero_(), grad_col.to(wide).zero_()
+    """Gradients of q, k, v, rel_row and rel_col; empty for what was not given."""
+    grad_q, grad_k, grad_v, _, _ = _like_inputs(q, k, rel_row, rel_col)
+    wide = _compute_dtype(q)
+    tables = [None if t is None else torch.zeros(t.shape, dtype=wide, device=q.device) for t in (rel_row, rel_col)]
     with torch.autocast(q.device.type, enabled=False):
-        for at in _pieces(q, window, dilation, zeros):
-            piece = _Piece(at, q, k, v, rel_row, rel_col, key_mask, zeros, scale)
-            piece_q, piece_k, piece_v, piece_row, piece_col = piece.backward(grad)
-            grad_q[at.index], grad_v[at.index] = piece_q, piece_v
-            if piece_k is not None:
-                grad_k[at.index] = piece_k
-            if piece_row is not None:
-                row += piece_row
-            if piece_col is not None:
-                col += piece_col
-    return grad_q, grad_k, grad_v, row.to(q.dtype), col.to(q.dtype)
+        for index, tiles in _pieces(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale):
+            piece = tiles.backward(grad[index])
+            grad_q[index], grad_v[index] = piece.q, piece.v
+            if piece.k is not None:
+                grad_k[index] = piece.k
+            for total, table in zip(tables, (piece.rel_row, piece.rel_col), strict=True):
+                if total is not None and table is not None:
+                    total += table.sum_to_size(total.shape)
+    grad_row, grad_col = (q.new_empty(0) if t is None else t.to(q.dtype) for t in tables)
+    return grad_q, grad_k, grad_v, grad_row, grad_col
+
+
+@local_attention_tiles.register_fake
+def _(q: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@local_attention_tiles_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor | None, v: Tensor, rel_row: Tensor | None, rel_col: Tensor | None, *rest: Any
+) -> Any:
+    return _like_inputs(q, k, rel_row, rel_col)
+
+
+def _like_inputs(q: Tensor, k: Tensor | None, rel_row: Tensor | None, rel_col: Tensor | None) -> tuple[Tensor, ...]:
+    shapes = (
+        q.shape,
+        None if k is None else q.shape,
+        q.shape,
+        *(None if t is None else t.shape for t in (rel_row, rel_col)),
+    )
+    return tuple(torch.empty(0 if s is None else s, dtype=q.dtype, device=q.device) for s in shapes)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grads = local_attention_tiles_backward(grad, *tensors, *ctx.options)
+    return *(None if t is None else g for t, g in zip(tensors[:5], grads, strict=True)), *(None,) * 5
+
+
+local_attention_tiles.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _pieces(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    rel_row: Tensor | None,
+    rel_col: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    dilation: list[int],
+    zeros: bool,
+    scale: float,
+) -> Iterator[tuple[Any, Tiles]]:
+    """A few images of one interleaved map at a time: with dilation d, every d-th pixel sees only every d-th pixel."""
+    if q.numel() == 0:
+        return
+    size = (window[0], window[1])
+    # A table of one tap adds the same to every logit of a query, which the softmax takes out again.
+    rel_row = None if size[0] == 1 else rel_row
+    rel_col = None if size[1] == 1 else rel_col
+    for row in range(dilation[0]):
+        for column in range(dilation[1]):
+            part = (slice(row, None, dilation[0]), slice(column, None, dilation[1]))
+            batch, height, width, heads, _ = q[:, part[0], part[1]].shape
+            if height == 0 or width == 0:
+                continue
+            budget = BUDGET_CPU if q.device.type == "cpu" else BUDGET
+            plan = make_plan(batch, height, width, heads, size, zeros, budget)
+            for start in range(0, batch, plan.images):
+                index = (slice(start, start + plan.images), *part)
+                yield (
+                    index,
+                    Tiles(
+                        q[index],
+                        None if k is None else k[index],
+                        v[index],
+                        rel_row,
+                        rel_col,
+                        None if key_mask is None else key_mask[index],
+                        window=size,
+                        zeros=zeros,
+                        scale=scale,
+                        plan=plan,
+                        dtype=_compute_dtype(q),
+                    ),
+                )
