@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nearsight.bench import memory
 from nearsight.bench.contest import Contender, Contest, RefusedError, Runner
-from nearsight.bench.memory import peak_extra_bytes
 from nearsight.bench.timing import Effort, Timing, time_on_cpu, time_on_cuda
 
-__all__ = ["FULL", "QUICK", "Result", "add_ratios", "clock", "run_contests", "wanted"]
+__all__ = ["FULL", "QUICK", "Clock", "Result", "add_ratios", "clock", "guard", "run_contests", "wanted"]
 
 FULL = Effort(seconds=1.0, least=5, most=60)
 QUICK = Effort(seconds=0.2, least=3, most=20)
@@ -127,16 +127,10 @@ def run_contests(
                 _add_floor(result, contest, bandwidth)
                 results[index, result.contender] = result
             del contest, contenders, now
-            _tidy(device)
+            memory.free(device)
     found = [results[key] for key in order]
     add_ratios(found)
     return found
-
-
-def _tidy(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _run(
@@ -158,9 +152,9 @@ def _run(
             continue
         if device.type == "cuda":
             # One after another: a contender may need most of the GPU's memory.
-            _guard(result, partial(_measure_cuda, result, runners, device, effort))
+            guard(result, partial(_measure_cuda, result, runners, device, effort))
             del runners
-            _tidy(device)
+            memory.free(device)
         else:
             ready.append((result, runners))
     if ready:
@@ -183,20 +177,25 @@ def _admit(result: Result, contender: Contender) -> Sequence[Runner]:
                 return
         runners.extend(built)
 
-    _guard(result, admit)
+    guard(result, admit)
     return runners
 
 
-def _guard(result: Result, action: Callable[[], None]) -> None:
-    """Run `action`; a refusal or a failure becomes the result's status instead of ending the whole run."""
+class Reportable(Protocol):
+    """Any row with a status and a note."""
+
+    status: str
+    note: str | None
+
+
+def guard(result: Reportable, action: Callable[[], None]) -> None:
+    """Run `action`; a refusal or a failure becomes the row's status instead of ending the whole run."""
     try:
         action()
     except RefusedError as refusal:
         result.status, result.note = "refused", f"refuses: {refusal}"
     except Exception as error:
         result.status, result.note = _explain(error)
-        for name in ("forward_ms", "total_ms", "forward_eager_ms", "total_eager_ms"):
-            setattr(result, name, None)
 
 
 def _explain(error: Exception) -> tuple[str, str]:
@@ -236,7 +235,7 @@ def _measure_cpu(ready: Sequence[tuple[Result, Sequence[Runner]]], device: torch
                 steps[f"{result.contender}/{name}/{what}"] = step
             owners.append((result, runners))
 
-        _guard(result, add)
+        guard(result, add)
     timings = time_on_cpu(steps, effort)
     for result, runners in owners:
         forms = {
@@ -245,18 +244,18 @@ def _measure_cpu(ready: Sequence[tuple[Result, Sequence[Runner]]], device: torch
         }
         best = _keep_fastest(result, forms)
         for attribute, what in (("forward_bytes", FORWARD), ("total_bytes", TOTAL)):
-            setattr(result, attribute, peak_extra_bytes(steps[f"{result.contender}/{best}/{what}"], device))
+            setattr(result, attribute, memory.peak_extra_bytes(steps[f"{result.contender}/{best}/{what}"], device))
 
 
 def _measure_cuda(result: Result, runners: Sequence[Runner], device: torch.device, effort: Effort) -> None:
     forms = {}
-    memory = {}
+    held = {}
     for runner in runners:
         steps = _steps(runner)
-        memory[runner.name] = tuple(peak_extra_bytes(steps[what], device) for what in (FORWARD, TOTAL))
+        held[runner.name] = tuple(memory.peak_extra_bytes(steps[what], device) for what in (FORWARD, TOTAL))
         forms[runner.name] = tuple(time_on_cuda(steps[what], effort) for what in (FORWARD, TOTAL))
     best = _keep_fastest(result, forms)
-    result.forward_bytes, result.total_bytes = memory[best]
+    result.forward_bytes, result.total_bytes = held[best]
 
 
 def _keep_fastest(result: Result, forms: dict[str, tuple[Timing, ...]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_extra_bytes"]
+__all__ = ["free", "peak_extra_bytes"]
 
 _MEMORY_EVENT = "[memory]"
 
@@ -55,3 +56,10 @@ def _cpu(call: Callable[[], object]) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def free(device: torch.device) -> None:
+    """Give back what nobody holds any more, so that the next contender finds the memory the last one had."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

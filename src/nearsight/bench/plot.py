@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from nearsight.bench.driver import Result
+from nearsight.bench.models import NetworkResult
 from nearsight.bench.report import milliseconds
 from nearsight.errors import UserError
 
-__all__ = ["plot_ops"]
+__all__ = ["plot_contests", "plot_networks"]
 
 OURS = "#1b7837"
 PEERS = ("#9ecae1", "#fdae6b", "#bcbddc", "#bdbdbd", "#fdd0a2", "#c7e9c0")
 
 
-def plot_ops(path: Path, results: Sequence[Result], title: str) -> None:
+def plot_contests(path: Path, results: Sequence[Result], title: str) -> None:
     """Draw one panel per subject: a group of bars per shape, times on a logarithmic axis, the floor as a line."""
     timed = [r for r in results if r.total_ms is not None]
     if not timed:
@@ -38,6 +39,35 @@ def plot_ops(path: Path, results: Sequence[Result], title: str) -> None:
         _panel(axis, [r for r in timed if r.subject == subject], subject)
     axes[0][0].set_ylabel("forward + backward, ms")
     figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> None:
+    """Draw training images per second, a bar per network: compiled where it was, eager otherwise or behind it."""
+    timed = [r for r in results if r.eager_images_s is not None or r.compiled_images_s is not None]
+    if not timed:
+        raise UserError("bench: no time was measured, so there is nothing to plot.")
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.38 * len(timed)), layout="constrained")
+    for place, result in enumerate(timed):
+        colour = OURS if result.ours else PEERS[0]
+        eager, compiled = result.eager_images_s or 0.0, result.compiled_images_s or 0.0
+        axis.barh(place - 0.2, compiled, 0.38, color=colour, label="compiled" if place == 0 and compiled else None)
+        axis.barh(place + 0.2, eager, 0.38, color=colour, alpha=0.5, label="eager" if place == 0 else None)
+        ratio = result.compiled_over_peer or result.eager_over_peer
+        best = max(eager, compiled)
+        axis.text(
+            best, place, f" {best:.0f}" + (f" ({ratio:.2f}× {result.peer})" if ratio else ""), va="center", fontsize=7
+        )
+    axis.set_yticks(range(len(timed)), [r.network for r in timed], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.4 * max(max(r.eager_images_s or 0, r.compiled_images_s or 0) for r in timed))
+    axis.set_xlabel("training images per second")
+    axis.set_title(title, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7, frameon=False, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

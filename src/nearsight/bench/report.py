@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.table import Table
 
 from nearsight.bench.driver import Result
-from nearsight.errors import UserError
+from nearsight.bench.models import NetworkResult
 
-__all__ = ["milliseconds", "op_tables", "read_csv", "rows_of", "write_csv", "write_json"]
+__all__ = ["contest_tables", "milliseconds", "network_table", "read_csv", "rows_of", "write_csv", "write_json"]
 
 # Above this many rows one contender per row no longer fits a screen.
 LONG_ROWS = 24
@@ -20,9 +20,9 @@ LONG_ROWS = 24
 Row = Mapping[str, object]
 
 
-def rows_of(suite: str, results: Sequence[object], stamp: Row) -> list[dict[str, object]]:
+def rows_of(suite: str, results: Sequence[Result | NetworkResult], stamp: Row) -> list[dict[str, object]]:
     """One flat row per result, each with the machine, the versions, the commit and the date."""
-    return [{**stamp, "suite": suite, **result.columns()} for result in results]  # type: ignore[attr-defined]
+    return [{**stamp, "suite": suite, **result.columns()} for result in results]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -44,10 +44,8 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
     path.write_text(json.dumps(list(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def op_tables(results: Sequence[Result], title: str) -> list[Table]:
+def contest_tables(results: Sequence[Result], title: str) -> list[Table]:
     """A table with one contender per row; for many, one table per subject with one shape per row."""
-    if not results:
-        raise UserError("bench: nothing to show.")
     if len(results) <= LONG_ROWS:
         return [_long(results, title)]
     subjects = dict.fromkeys(r.subject for r in results)
@@ -100,6 +98,32 @@ def _wide(results: Sequence[Result], title: str) -> Table:
     table.caption = "ms forward+backward (forward); [x] = ours ÷ it"
     table.caption_justify = "left"
     return table
+
+
+def network_table(results: Sequence[NetworkResult], title: str) -> Table:
+    """One network per row: training images per second and memory, and both over those of its peer."""
+    compiled = any(r.compiled_images_s is not None for r in results)
+    heads = ["params M", "eager img/s", *(["compiled img/s"] if compiled else []), "GiB", "eager ÷ peer"]
+    heads += [*(["compiled ÷ peer"] if compiled else []), "memory ÷"]
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("network")
+    for head in heads:
+        table.add_column(head, justify="right")
+    table.add_column("peer, note", overflow="fold")
+    for r in results:
+        held = r.eager_bytes if r.compiled_bytes is None else r.compiled_bytes
+        cells = ["" if r.parameters is None else f"{r.parameters / 1e6:.1f}", _speed(r.eager_images_s)]
+        cells += [_speed(r.compiled_images_s)] if compiled else []
+        cells += ["" if held is None else f"{held / 2**30:.2f}", _ratio(r.eager_over_peer)]
+        cells += [_ratio(r.compiled_over_peer)] if compiled else []
+        note = "; ".join(text for text in (r.peer, r.note) if text)
+        name = f"[green]{r.network}[/green]" if r.ours else r.network
+        table.add_row(name, *cells, _ratio(r.bytes_over_peer), _escape(note))
+    return table
+
+
+def _speed(value: float | None) -> str:
+    return "" if value is None else f"{value:.{0 if value >= 100 else 1}f}"
 
 
 def _cell(result: Result | None) -> str:

@@ -10,19 +10,21 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from nearsight.bench import driver, machine, plot, report
+from nearsight.bench import driver, machine, models, plot, report
 from nearsight.bench.contest import Contest
-from nearsight.bench.driver import Result
+from nearsight.bench.driver import Clock, Result
 from nearsight.bench.layers import layer_contests
+from nearsight.bench.models import NetworkResult
 from nearsight.bench.ops import op_contests
-from nearsight.bench.timing import copy_bandwidth
+from nearsight.bench.timing import Effort, copy_bandwidth
 from nearsight.errors import UserError
 
-__all__ = ["Outcome", "Settings", "run_suite"]
+__all__ = ["SUITES", "Outcome", "Settings", "run_suite"]
 
-# Seconds after which nothing more is compiled: whatever a machine's compiler does, a run ends.
-BUDGETS = {"ops": 170.0, "layers": 170.0, "models": 270.0}
-CUDA_BATCH, CPU_BATCH = 128, 8
+# A suite's images at a time on CUDA and on a CPU, and the seconds after which it compiles nothing more: whatever a
+# machine's compiler does, a run ends.
+SUITES = {"ops": (128, 8, 170.0), "layers": (128, 8, 170.0), "models": (256, 4, 270.0)}
+IMAGE, QUICK_IMAGE_CPU = 224, 64
 
 Progress = Callable[[str], None]
 
@@ -42,18 +44,21 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished suite."""
+    """A finished suite: its rows, and the machine they were measured on."""
 
     suite: str
     title: str
-    results: Sequence[Result]
+    contests: Sequence[Result]
+    networks: Sequence[NetworkResult]
     stamp: dict[str, str | int | None]
 
     def tables(self) -> list[Table]:
-        return report.op_tables(self.results, self.title)
+        if self.suite == "models":
+            return [report.network_table(self.networks, self.title)]
+        return report.contest_tables(self.contests, self.title)
 
     def rows(self) -> list[dict[str, object]]:
-        return report.rows_of(self.suite, self.results, self.stamp)
+        return report.rows_of(self.suite, [*self.contests, *self.networks], self.stamp)
 
     def write_csv(self, path: Path) -> None:
         report.write_csv(path, self.rows())
@@ -62,46 +67,79 @@ class Outcome:
         report.write_json(path, self.rows())
 
     def plot(self, path: Path) -> None:
-        plot.plot_ops(path, self.results, self.title)
+        if self.suite == "models":
+            plot.plot_networks(path, self.networks, self.title)
+        else:
+            plot.plot_contests(path, self.contests, self.title)
 
 
 def run_suite(suite: str, settings: Settings, progress: Progress = lambda text: None) -> Outcome:
     """Run "ops", "layers" or "models"."""
     device = settings.device
     cuda = device.type == "cuda"
-    deadline = driver.clock(BUDGETS[suite] if settings.budget is None else settings.budget)
-    batch = settings.batch or (CUDA_BATCH if cuda else CPU_BATCH)
+    cuda_batch, cpu_batch, budget = SUITES[suite]
+    batch = settings.batch or (cuda_batch if cuda else cpu_batch)
+    deadline = driver.clock(budget if settings.budget is None else settings.budget)
     effort = {
         (False, False): driver.FULL,
         (False, True): driver.QUICK,
         (True, False): driver.FULL_CUDA,
         (True, True): driver.QUICK_CUDA,
     }[cuda, settings.quick]
-    build = op_contests if suite == "ops" else layer_contests
-    builders = build(device, settings.dtype, batch, quick=settings.quick)
-    _check_filters(builders, settings.filters)
     stamp = machine.stamp(device)
-    with _fastest_convolutions():
-        progress("copying, to learn the bandwidth")
-        bandwidth = copy_bandwidth(device, effort)
-        results = driver.run_contests(
-            builders,
-            device,
-            effort,
-            bandwidth=bandwidth,
-            filters=settings.filters,
-            deadline=deadline,
-            progress=progress,
-        )
-    dtype = str(settings.dtype).removeprefix("torch.")
     title = (
-        f"{suite} on {stamp['machine']}, {dtype}, batch {batch}, copy {bandwidth / 1e9:.0f} GB/s, "
-        f"torch {stamp['torch']}, {stamp['commit']}, {stamp['date']}"
+        f"{suite} on {stamp['machine']}, {str(settings.dtype).removeprefix('torch.')}, batch {batch}, "
+        f"torch {stamp['torch']}, nearsight {stamp['commit']}, {stamp['date']}"
     )
-    return Outcome(suite, title, results, stamp)
+    with _fastest_convolutions():
+        if suite == "models":
+            return Outcome(suite, title, (), _networks(settings, batch, effort, deadline, progress), stamp)
+        contests, bandwidth = _contests(suite, settings, batch, effort, deadline, progress)
+        return Outcome(suite, f"{title}, copy {bandwidth / 1e9:.0f} GB/s", contests, (), stamp)
+
+
+def _contests(
+    suite: str, settings: Settings, batch: int, effort: Effort, deadline: Clock, progress: Progress
+) -> tuple[list[Result], float]:
+    build = op_contests if suite == "ops" else layer_contests
+    builders = build(settings.device, settings.dtype, batch, quick=settings.quick)
+    _check_filters(builders, settings.filters)
+    progress("copying, to learn the bandwidth")
+    bandwidth = copy_bandwidth(settings.device, effort)
+    results = driver.run_contests(
+        builders,
+        settings.device,
+        effort,
+        bandwidth=bandwidth,
+        filters=settings.filters,
+        deadline=deadline,
+        progress=progress,
+    )
+    return results, bandwidth
+
+
+def _networks(
+    settings: Settings, batch: int, effort: Effort, deadline: Clock, progress: Progress
+) -> list[NetworkResult]:
+    cuda = settings.device.type == "cuda"
+    names = models.wanted_networks(settings.filters)
+    if not names:
+        raise _no_match(settings.filters, list(models.NETWORKS))
+    return models.run_networks(
+        names,
+        settings.device,
+        settings.dtype,
+        effort,
+        batch=batch,
+        size=settings.size or (QUICK_IMAGE_CPU if settings.quick and not cuda else IMAGE),
+        compiled=cuda and not settings.quick,
+        deadline=deadline,
+        progress=progress,
+    )
 
 
 def _check_filters(builders: Sequence[Callable[[], Contest]], filters: Sequence[str]) -> None:
+    """Refuse a filter that nothing matches before anything is measured."""
     if not filters:
         return
     names = []
@@ -109,10 +147,14 @@ def _check_filters(builders: Sequence[Callable[[], Contest]], filters: Sequence[
         contest = build()
         if driver.wanted(contest, filters):
             return
-        names += [f"{contest.name} {c.name}" for c in contest.contenders]
-    raise UserError(
-        f"nothing matches --filter {' --filter '.join(map(repr, filters))}; all its words must occur in a name such as "
-        f"{names[0]!r} or {names[-1]!r}."
+        names += [f"{contest.name} {contender.name}" for contender in contest.contenders]
+    raise _no_match(filters, names)
+
+
+def _no_match(filters: Sequence[str], names: Sequence[str]) -> UserError:
+    asked = " ".join(f"--filter {text!r}" for text in filters)
+    return UserError(
+        f"nothing matches {asked}; all words of a filter must occur in a name such as {names[0]!r} or {names[-1]!r}."
     )
 
 

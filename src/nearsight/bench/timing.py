@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Effort", "Timing", "copy_bandwidth", "time_on_cpu", "time_on_cuda"]
+__all__ = ["Effort", "Timing", "copy_bandwidth", "launched_ms", "time_on_cpu", "time_on_cuda"]
 
 Step = Callable[[], object]
 
@@ -116,6 +116,12 @@ def _launched(step: Step, effort: Effort) -> tuple[float, float, int]:
     count = min(effort.most, max(effort.least, round(effort.seconds * 1e3 / first)))
     middle, spread = _median(run(count))
     return middle, spread, count
+
+
+def launched_ms(step: Step, effort: Effort) -> tuple[float, float]:
+    """Median milliseconds and spread of a CUDA step launched as it is, without a graph."""
+    middle, spread, _ = _launched(step, effort)
+    return middle, spread
 
 
 def copy_bandwidth(device: torch.device, effort: Effort) -> float:
