@@ -9,6 +9,8 @@ from torch import nn
 
 from nearsight import ops
 from nearsight.errors import ArgumentValueError
+from nearsight.layers import AttentionStem2d
+from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.models.flops import CONVENTIONS, Work, count_flops, count_parameters, measure_work
 from nearsight.ops import dispatch
 
@@ -72,6 +74,36 @@ def test_explicit_attention(kind, per_channel):
     assert work == Work(explicit_map=4 * per_channel)
 
 
+@pytest.mark.parametrize(
+    ("values", "projections", "mixture"), [("mixture", 3, 5 * 3 + 6), ("plain", 3, 0), ("conv", 2 + 16, 0)]
+)
+def test_attention_stem(values, projections, mixture):
+    stem = AttentionStem2d(3, 8, values=values, num_heads=2)
+    pixels = 8 * 12  # 5×11 in whole 4×4 blocks
+    wanted = Work(
+        product=pixels * 8 * (3 * projections + 2 * 16),
+        position=pixels * 8 * 16,
+        mixture=pixels * 8 * mixture,
+        softmax=pixels * 16 * 2,
+    )
+    assert measure_work(stem, (5, 11)) == wanted
+    assert stem(torch.randn(1, 3, 5, 11)).shape == (1, 8, 5, 11)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_relative_attention(stride):
+    layer = RelativeAttention2d(10, 8, key_channels=12, feature_size=4, stride=stride, num_heads=2)
+    n, out = H * W, H * W if stride == 1 else 3 * 4
+    wanted = Work(
+        product=n * 10 * (12 + 12 + 8) + n * n * (12 + 8) + out * 8 * 8,
+        position=n * (H + W) * 12,
+        softmax=n * n * 2,
+        pooling=n * 8 * (stride - 1),
+    )
+    assert measure_work(layer, (H, W)) == wanted
+    assert layer(torch.randn(1, 10, H, W)).shape[2:] == ((H, W) if stride == 1 else (3, 4))
+
+
 def test_plain_layers():
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Softmax(1))
     pixels = 6 * 10
@@ -87,10 +119,17 @@ def test_plain_layers():
 
 def test_conventions_weigh_the_work():
     work = Work(
-        product=1, position=10, explicit_map=100, softmax=1000, batch_norm=10**4, activation=10**5, pooling=10**6
+        product=1,
+        position=10,
+        explicit_map=100,
+        softmax=1000,
+        batch_norm=10**4,
+        activation=10**5,
+        pooling=10**6,
+        mixture=10**7,
     )
     totals = {name: convention.total(work) for name, convention in CONVENTIONS.items()}
-    assert totals == {"matmul": 222, "sasa": 55202, "mac": 111, "expatt": 1120011}
+    assert totals == {"matmul": 222, "sasa": 20055212, "mac": 111, "qna": 1111, "expatt": 1120011}
 
 
 def test_resnet_50_as_everyone_counts_it():
@@ -133,7 +172,7 @@ def test_counting_ends_even_when_a_network_fails():
 
 def test_errors():
     with pytest.raises(
-        ArgumentValueError, match="got convention='flop', wanted one of 'matmul', 'sasa', 'mac', 'expatt'"
+        ArgumentValueError, match="got convention='flop', wanted one of 'matmul', 'sasa', 'mac', 'qna', 'expatt'"
     ):
         count_flops(nn.Conv2d(3, 4, 1), 8, convention="flop")
     with pytest.raises(ArgumentValueError, match=r"got a model without a default size, wanted size=\(rows, columns\)"):

@@ -24,7 +24,13 @@ from nearsight.errors import NearsightError, UserError
 __all__ = ["VERBS", "did_you_mean", "examples", "main", "new_app"]
 
 # A new verb is one line here.
-VERBS: tuple[str, ...] = ("doctor",)
+VERBS: tuple[str, ...] = (
+    "models",
+    "tables",
+    "bench",
+    "convert",
+    "doctor",
+)
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 TRACEBACK = "NEARSIGHT_TRACEBACK"

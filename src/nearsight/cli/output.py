@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["console", "print_json", "table"]
 
@@ -25,7 +26,7 @@ def console(stderr: bool = False) -> Console:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[str] = ()) -> Table:
     """A rich table; the columns named in `right` hold numbers."""
-    shown = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
+    shown = Table(title=Text(title, no_wrap=True), title_justify="left", header_style="bold", title_style="bold")
     numbers = set(right)
     for name in columns:
         shown.add_column(name, justify="right" if name in numbers else "left")

@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nearsight.errors import ArgumentValueError
+from nearsight.layers.attention_stem import AttentionStem2d
+from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops import dispatch
 from nearsight.ops.checks import check_pair
 
@@ -30,7 +33,10 @@ class Work(NamedTuple):
     """What one forward pass does. Products are in multiply-adds, the rest in elements."""
 
     product: int = 0  # convolutions, matrix products, attention's logits and weighted sums
-    position: int = 0  # q·r beside q·k, where an implementation could also add r to k first
+    position: int = 0  # q·r beside q·k; as q·(k + r) it costs an addition each instead
+    mixture: int = (
+        0  # the attention stem's values mixed pixel by pixel, as its paper writes them; ours mixes the weights
+    )
     explicit_map: int = 0  # the explicit maps applied to their values, in the cheapest exact form
     softmax: int = 0
     batch_norm: int = 0
@@ -57,12 +63,16 @@ CONVENTIONS: dict[str, Convention] = {
         {"product": 2, "position": 2, "explicit_map": 2},
     ),
     "sasa": Convention(
-        "a multiply and an add as two, q·(k+r) as one product, 5 per softmax logit and per BatchNorm output",
-        {"product": 2, "explicit_map": 2, "softmax": 5, "batch_norm": 5},
+        "a multiply and an add as two, positions as q·(k + r), 5 per softmax logit and per BatchNorm output",
+        {"product": 2, "position": 1, "mixture": 2, "explicit_map": 2, "softmax": 5, "batch_norm": 5},
     ),
     "mac": Convention(
         "multiply-adds of matrix products and convolutions, each as one",
         {"product": 1, "position": 1, "explicit_map": 1},
+    ),
+    "qna": Convention(
+        "multiply-adds as one, and one per softmax logit, whose sum the authors' code takes by a convolution",
+        {"product": 1, "position": 1, "explicit_map": 1, "softmax": 1},
     ),
     "expatt": Convention(
         "a multiply-add as one, 2 per BatchNorm output, 1 per activation and per pooled input; without the explicit map",
@@ -101,7 +111,7 @@ def measure_work(model: nn.Module, size: int | tuple[int, int] | None = None) ->
     tally = _Tally()
     counter = FlopCounterMode(display=False, custom_mapping=dict(_ELEMENTS))
     try:
-        with torch.no_grad(), tally.watching(), counter:
+        with torch.no_grad(), tally.watching(model), counter:
             model.eval()(torch.empty(1, channels, height, width, device="meta"))
     finally:
         model.train(training)
@@ -155,7 +165,7 @@ _ELEMENTS = {op: formula for formula, ops in _PARTS.values() for op in ops}
 _PART_OF = {op: part for part, (_, ops) in _PARTS.items() for op in ops}
 
 
-# ── Work of nearsight's own ops, whatever backend would run them ──
+# ── Work of nearsight's own ops and layers by their equations, whatever code would run them ──
 
 
 def _local_attention(call: Any) -> tuple[dict[str, int], Tensor]:
@@ -197,16 +207,59 @@ _OPS: dict[str, Callable[[Any], tuple[dict[str, int], Tensor]]] = {
 }
 
 
+def _attention_stem(stem: AttentionStem2d, x: Tensor) -> tuple[dict[str, int], Tensor]:
+    side, channels = stem.kernel_size, stem.out_channels
+    batch, _, height, width = x.shape
+    pixels = batch * -(-height // side) * -(-width // side) * side**2
+    taps = side**2
+    projections = (2 + (taps if stem.values == "conv" else 1)) * stem.in_channels * channels
+    work = {
+        "product": pixels * (projections + 2 * taps * channels),
+        "position": pixels * taps * channels,
+        "softmax": pixels * taps * stem.num_heads,
+    }
+    if stem.values == "mixture":
+        work["mixture"] = pixels * channels * ((stem.mixtures - 1) * stem.in_channels + stem.mixtures)
+    return work, x.new_empty(batch, channels, height, width)
+
+
+def _relative_attention(layer: RelativeAttention2d, x: Tensor) -> tuple[dict[str, int], Tensor]:
+    batch, channels, height, width = x.shape
+    pixels, keys, values = height * width, layer.key_channels, layer.out_channels
+    size = (-(-height // layer.stride), -(-width // layer.stride))
+    work = {
+        "product": pixels * (channels * (2 * keys + values) + pixels * (keys + values)) + prod(size) * values**2,
+        "position": pixels * (height + width) * keys,
+        "softmax": pixels**2 * layer.num_heads,
+        "pooling": pixels * values if layer.stride == 2 else 0,
+    }
+    return {name: batch * count for name, count in work.items()}, x.new_empty(batch, values, *size)
+
+
+# Layers whose code takes another way than their equation: folded weights, positions inside one wider product.
+_LAYERS: dict[type[nn.Module], Callable[[Any, Tensor], tuple[dict[str, int], Tensor]]] = {
+    AttentionStem2d: _attention_stem,
+    RelativeAttention2d: _relative_attention,
+}
+
+
 class _Tally:
-    """Adds up the work of nearsight's ops on meta tensors while `watching`."""
+    """Adds up the work of nearsight's ops and of `_LAYERS` on meta tensors while `watching`."""
 
     _lock = threading.Lock()
 
     def __init__(self) -> None:
         self.work = Work()
 
+    def add(self, parts: dict[str, int], result: Tensor) -> Tensor:
+        self.work = self.work.plus(**parts)
+        return result
+
+    def layer(self, layer: nn.Module, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return self.add(*_LAYERS[type(layer)](layer, x))
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, model: nn.Module) -> Iterator[None]:
         """Answer calls on meta tensors with an empty result of the right shape; calls on real tensors run as ever."""
         with self._lock:
             original = dispatch.run
@@ -214,12 +267,15 @@ class _Tally:
             def run(op: str, table: Any, name: str | None, call: Any) -> Tensor:
                 if not any(isinstance(part, Tensor) and part.is_meta for part in call):
                     return original(op, table, name, call)
-                parts, result = _OPS[op](call)
-                self.work = self.work.plus(**parts)
-                return result
+                return self.add(*_OPS[op](call))
 
+            layers = [module for module in model.modules() if type(module) in _LAYERS]
             dispatch.run = run
+            for layer in layers:
+                layer.forward = partial(self.layer, layer)
             try:
                 yield
             finally:
                 dispatch.run = original
+                for layer in layers:
+                    del layer.forward

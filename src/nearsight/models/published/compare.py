@@ -1,0 +1,71 @@
+"""Our networks beside the published numbers: built on the meta device, counted, compared to the printed digit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from decimal import Decimal
+
+import timm
+import torch
+
+from nearsight.models.flops import CONVENTIONS, Work, count_parameters, measure_work
+from nearsight.models.published.schema import Row, Table
+
+__all__ = ["Cell", "Comparison", "compare"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number as printed and as ours; `note` is the footnote that says why it differs."""
+
+    published: str
+    ours: float
+    note: str | None
+
+    @property
+    def difference(self) -> float:
+        return self.ours - float(self.published)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ours would be printed the same: it is within half a unit of the last published digit."""
+        half_unit = Decimal(1).scaleb(int(Decimal(self.published).as_tuple().exponent)) / 2
+        return abs(Decimal(repr(self.ours)) - Decimal(self.published)) <= half_unit
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A published row and our network's counts. FLOPs are given under every convention the table uses."""
+
+    row: Row
+    parameters: int
+    flops: dict[str, int]
+    cells: dict[str, Cell]
+
+
+def compare(table: Table) -> list[Comparison]:
+    """Build every network of a table and count it.
+
+    >>> from nearsight.models.published import TABLES
+    >>> first = compare(TABLES["sasa"][0])[0]
+    >>> first.row.label, first.parameters, first.cells["flops"].agrees
+    ('ResNet-26 baseline', 13696552, True)
+    """
+    return [_compare(table, row) for row in table.rows]
+
+
+def _compare(table: Table, row: Row) -> Comparison:
+    parameters, work = _count(row.model, tuple(sorted(row.options.items())), table.size)
+    flops = {name: CONVENTIONS[name].total(work) for name in dict.fromkeys((table.convention, "matmul"))}
+    ours = {"params": parameters / table.unit, "flops": flops[table.convention] / 1e9}
+    published = {"params": row.params, "flops": row.flops}
+    cells = {n: Cell(printed, ours[n], row.notes.get(n)) for n, printed in published.items() if printed is not None}
+    return Comparison(row, parameters, flops, cells)
+
+
+@functools.cache
+def _count(model: str, options: tuple, size: tuple[int, int] | None) -> tuple[int, Work]:
+    with torch.device("meta"):
+        network = timm.create_model(model, **dict(options))
+    return count_parameters(network), measure_work(network, size)
