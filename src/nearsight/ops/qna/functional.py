@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nearsight.ops import dispatch
 from nearsight.ops.dispatch import Backend, OpEntry
-from nearsight.ops.qna import reference, torch_impl
+from nearsight.ops.qna import reference, torch_impl, triton_impl
 from nearsight.ops.qna.call import OP, QnACall, prepare
 
 __all__ = ["qna", "qna_weights"]
@@ -21,6 +21,7 @@ ENTRY = dispatch.register(
     OpEntry(
         prepare,
         (
+            Backend("triton", triton_impl.run, triton_impl.refusal),
             Backend("torch", torch_impl.run, _always),
             Backend("reference", reference.run, _always),
         ),

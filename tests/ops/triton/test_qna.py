@@ -1,0 +1,209 @@
+"""QnA's Triton kernels, interpreted on the CPU: output and every gradient by the error rule, on tiny shapes."""
+
+import pytest
+import torch
+
+from nearsight.ops import backends, qna
+from tests.ops.triton.interpreter import interpreted
+from tests.support.accuracy import assert_by_error_rule
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+def make(
+    dtype=FLOAT,
+    size=(3, 5),
+    batch=1,
+    queries=2,
+    heads=2,
+    dim=8,
+    window=(3, 3),
+    mask=None,
+    tables="bias scale",
+    spread=1.0,
+):
+    """Inputs of one call; `mask` is the share of pixels that may be attended."""
+    generator = torch.Generator().manual_seed(sum(size) + heads)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "scores": draw(batch, *size, queries, heads) * spread,
+        "values": draw(batch, *size, heads, dim),
+        "position_bias": draw(*window, queries, heads) if "bias" in tables else None,
+        "tap_scale": draw(*window, queries, heads) if "scale" in tables else None,
+        "key_mask": torch.rand(batch, *size, generator=generator) < mask if mask is not None else None,
+    }
+
+
+def compare(inputs, window=(3, 3), **options):
+    def run(backend):
+        return lambda **tensors: qna(**tensors, window=window, **options, backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), inputs)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+def test_every_dtype(dtype):
+    compare(make(dtype, mask=0.7))
+
+
+@interpreted
+@pytest.mark.parametrize("tables", ["", "bias", "scale"])
+def test_without_tables(tables):
+    compare(make(tables=tables, size=(2, 4)))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("window", "size"), [((1, 1), (2, 3)), ((5, 3), (4, 3)), ((2, 5), (3, 4)), ((4, 4), (2, 3)), ((7, 3), (3, 2))]
+)
+def test_windows(window, size):
+    compare(make(window=window, size=size), window)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("stride", "window", "size"),
+    [((2, 2), (3, 3), (5, 6)), ((1, 2), (3, 5), (3, 5)), ((2, 1), (5, 3), (6, 3)), ((3, 2), (2, 4), (5, 4))],
+)
+def test_strides(stride, window, size):
+    compare(make(window=window, size=size, mask=0.8), window, stride=stride)
+
+
+@interpreted
+@pytest.mark.parametrize(("combine", "queries"), [("sum", 1), ("sum", 9), ("stack", 1), ("stack", 4)])
+def test_queries(combine, queries):
+    compare(make(queries=queries, size=(2, 4)), combine=combine)
+
+
+@interpreted
+def test_stack_with_stride():
+    compare(make(queries=2, size=(3, 4), mask=0.8), combine="stack", stride=2)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "dim"), [(3, 5), (1, 32), (20, 8), (5, 1)])
+def test_heads_and_head_dims(heads, dim):
+    """Head counts and dims that fill no tile, and more heads than one program takes."""
+    compare(make(BFLOAT, heads=heads, dim=dim, size=(2, 3)))
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(1, 1), (1, 7), (6, 1)])
+def test_slender_maps(size):
+    compare(make(size=size))
+
+
+@interpreted
+def test_windows_without_any_key():
+    inputs = make(size=(4, 5), mask=0.5)
+    inputs["key_mask"][:, :3, :4] = False
+    compare(inputs)
+    inputs["key_mask"][:] = False
+    leaves = {n: t.requires_grad_() for n, t in inputs.items() if n != "key_mask"}
+    out = qna(**leaves, key_mask=inputs["key_mask"], window=3, backend="triton")
+    assert (out == 0).all()
+    for gradient in torch.autograd.grad(out.sum(), list(leaves.values())):
+        assert (gradient == 0).all()
+
+
+@interpreted
+def test_scores_beyond_the_exponential_range():
+    compare(make(HALF, spread=60.0))
+    inputs = make()
+    inputs["scores"][0, 1, 2] = 200.0
+    compare(inputs)
+
+
+@interpreted
+def test_half_values_with_float_scores():
+    """What a layer passes under autocast."""
+    inputs = make(BFLOAT)
+    inputs = {n: t.float() if t is not None and n != "values" else t for n, t in inputs.items()}
+    inputs = {"values": inputs.pop("values"), **inputs}
+    compare(inputs)
+
+
+@interpreted
+def test_views_of_one_projection_and_an_expanded_upstream():
+    inputs = make(dim=8, heads=2, batch=2)
+    packed = torch.cat([inputs["values"].flatten(3), inputs["scores"].flatten(3)], -1)
+    values, scores = packed[..., :16].unflatten(-1, (2, 8)), packed[..., 16:].unflatten(-1, (2, 2))
+    tables = {"position_bias": inputs["position_bias"], "tap_scale": inputs["tap_scale"]}
+    got = qna(scores, values, **tables, window=3, backend="triton")
+    assert torch.equal(got, qna(inputs["scores"], inputs["values"], **tables, window=3, backend="triton"))
+    channels_first = values.flatten(3).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1).unflatten(-1, (2, 8))
+    assert torch.equal(got, qna(scores, channels_first, **tables, window=3, backend="triton"))
+
+    gradients = []
+    for upstream in (torch.ones(()).expand(got.shape), torch.ones(got.shape)):
+        leaf = values.detach().requires_grad_()
+        out = qna(scores, leaf, **tables, window=3, backend="triton")
+        gradients.append(torch.autograd.grad(out, leaf, upstream)[0])
+    assert torch.equal(*gradients)
+
+
+@interpreted
+def test_batch_of_none():
+    compare(make(batch=0))
+
+
+@interpreted
+def test_two_runs_agree_to_the_bit():
+    inputs = make(BFLOAT, size=(5, 6))
+    results = []
+    for _ in range(2):
+        leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
+        out = qna(**leaves, window=3, backend="triton")
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+@interpreted
+def test_the_registered_op_is_sound():
+    """Schema, fake kernel, autograd registration and tracing, as torch checks them; then one graph through a compiler."""
+    from nearsight.ops.qna import triton_impl
+
+    inputs = {n: t.requires_grad_() if t is not None else t for n, t in make(size=(2, 3)).items()}
+    arguments = (*inputs.values(), [3, 3], [1, 1], False)
+    torch.library.opcheck(triton_impl._forward, arguments)
+    compiled = torch.compile(lambda **t: qna(**t, window=3, backend="triton"), backend="aot_eager", fullgraph=True)
+    out, want = compiled(**inputs), qna(**inputs, window=3, backend="triton")
+    assert torch.equal(out, want)
+    leaves = [t for t in inputs.values() if t is not None]
+    for got, expected in zip(
+        torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+@interpreted
+def test_export_takes_the_torch_path():
+    class Model(torch.nn.Module):
+        def forward(self, scores, values):
+            return qna(scores, values, window=3)
+
+    inputs = make()
+    program = torch.export.export(Model(), (inputs["scores"], inputs["values"]))
+    assert "nearsight" not in str(program.graph)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"window": (3, 17)}, "needs a window of at most 15 taps per axis, got 3×17"),
+        ({"queries": 17}, "needs at most 16 queries, got 17"),
+        ({"dim": 257}, "needs a head dim of 1 to 256, got 257"),
+        ({"dtype": torch.float64}, "needs float32, bfloat16 or float16, got float64"),
+    ],
+)
+def test_refusals(change, sentence):
+    window = change.get("window", (3, 3))
+    inputs = make(**change)
+    report = backends("qna", **inputs, window=window)[0]
+    assert report == ("triton", False, sentence)
