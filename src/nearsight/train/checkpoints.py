@@ -1,0 +1,232 @@
+"""Checkpoints: folders of safetensors and one JSON file, complete or absent, never pickled.
+
+    RUN/checkpoints/step-00001200/  model.safetensors  optimizer.safetensors  ema.safetensors  random.safetensors  state.json
+
+A checkpoint is written under a temporary name, flushed, and renamed; `state.json` holds the size and digest of every other
+file, so damage is seen before a byte is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from nearsight.errors import UserError
+
+__all__ = ["Checkpoint", "best", "clean", "find", "listed", "load_checkpoint", "open_checkpoint", "prune", "write"]
+
+FORMAT = "nearsight checkpoint"
+VERSION = 1
+STATE = "state.json"
+FOLDER = "checkpoints"
+PREFIX = "step-"
+PARTIAL = ".partial-"
+PICKLED = {".pt", ".pth", ".pkl", ".bin", ".ckpt"}
+
+Tensors = Mapping[str, Tensor]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint whose state has been read; tensors are read, and checked, on demand."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    @property
+    def score(self) -> float | None:
+        """The evaluation's number, larger is better; None when it was not evaluated."""
+        return self.state.get("score")
+
+    def has(self, name: str) -> bool:
+        return f"{name}.safetensors" in self.state["files"]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file, or a sentence when it is not what was written."""
+        file = f"{name}.safetensors"
+        return load(_intact(self.path, file, self.state["files"][file]))
+
+
+def write(run: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) -> Path:
+    """Write a checkpoint of `run` and return its folder. `state` needs "step"; each group becomes a safetensors file."""
+    target = run / FOLDER / f"{PREFIX}{state['step']:08d}"
+    part = target.with_name(f"{PARTIAL}{target.name}")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        files = {}
+        for name, tensors in groups.items():
+            data = save({key: _plain(tensor) for key, tensor in tensors.items()})
+            _write_bytes(part / f"{name}.safetensors", data)
+            files[f"{name}.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        whole = {"format": FORMAT, "version": VERSION, **state, "files": files}
+        _write_bytes(part / STATE, json.dumps(whole, indent=1).encode())
+        _flush_folder(part)
+        if target.exists():  # a later one than the one the run was resumed from
+            shutil.rmtree(target)
+        part.rename(target)
+        _flush_folder(target.parent)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        last = next(iter(reversed(_folders(run))), None)
+        kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror or error)
+        raise UserError(f"cannot write checkpoint {target}: {what}; {kept}. Make room and resume.") from error
+    return target
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, and sharing no memory with another."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _intact(folder: Path, file: str, wanted: Mapping[str, Any]) -> bytes:
+    path = folder / file
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(_damaged(folder, f"{file} is missing")) from error
+    if len(data) != wanted["bytes"]:
+        raise UserError(_damaged(folder, f"{file} has {len(data)} bytes, wanted {wanted['bytes']}"))
+    if hashlib.sha256(data).hexdigest() != wanted["sha256"]:
+        raise UserError(_damaged(folder, f"{file} does not match its digest"))
+    return data
+
+
+def _damaged(folder: Path, fault: str) -> str:
+    """The sentence, with the newest older checkpoint that is whole."""
+    offer = "there is no earlier one"
+    if folder.parent.name == FOLDER:
+        for earlier in reversed(_folders(folder.parent.parent)):
+            if earlier.name < folder.name and _is_whole(earlier):
+                offer = f"the previous one is whole: {earlier}"
+                break
+    return f"checkpoint {folder} is damaged: {fault}; {offer}."
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        state = _read_state(folder)
+        for file, wanted in state["files"].items():
+            _intact(folder, file, wanted)
+    except UserError:
+        return False
+    return True
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} is no checkpoint: it has no {STATE}.") from error
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError(_damaged(folder, f"{STATE} is not readable")) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"{folder} is not a checkpoint that nearsight wrote.")
+    if state.get("version") != VERSION:
+        raise UserError(
+            f"{folder} is a checkpoint of version {state.get('version')}, wanted {VERSION}; use the nearsight that wrote it."
+        )
+    if not isinstance(state.get("step"), int) or not isinstance(state.get("files"), dict):
+        raise UserError(_damaged(folder, f"{STATE} lacks its step or files"))
+    return state
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A checkpoint folder, its state read; refuses what nearsight did not write, and never unpickles."""
+    folder = Path(path)
+    if folder.suffix in PICKLED:
+        raise UserError(
+            f"{folder} is a pickled file, which nearsight never opens; wanted a run or a checkpoint folder."
+        )
+    if not folder.is_dir():
+        raise UserError(f"no run or checkpoint at {str(folder)!r}.")
+    return Checkpoint(folder, _read_state(folder))
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Like `open_checkpoint`, with every file checked."""
+    checkpoint = open_checkpoint(path)
+    for file, wanted in checkpoint.state["files"].items():
+        _intact(checkpoint.path, file, wanted)
+    return checkpoint
+
+
+def _folders(run: Path) -> list[Path]:
+    return sorted(path for path in (run / FOLDER).glob(f"{PREFIX}*") if path.is_dir())
+
+
+def listed(run: str | Path) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    return _folders(Path(run))
+
+
+def best(run: str | Path) -> Path | None:
+    """The evaluated checkpoint with the highest score; of equals the latest."""
+    scored = []
+    for folder in listed(run):
+        try:
+            score = _read_state(folder).get("score")
+        except UserError:
+            continue
+        if score is not None:
+            scored.append((score, folder))
+    return max(scored, key=lambda item: (item[0], item[1].name))[1] if scored else None
+
+
+def find(path: str | Path, which: str = "best") -> Checkpoint:
+    """A checkpoint from its folder or its run's: the best evaluated one (else the last), or the last."""
+    folder = Path(path)
+    if (folder / FOLDER).is_dir():
+        folders = listed(folder)
+        if not folders:
+            raise UserError(f"run {folder} has no checkpoint yet.")
+        folder = (best(folder) if which == "best" else None) or folders[-1]
+    return open_checkpoint(folder)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Keep the latest `keep` and the best."""
+    folders = listed(run)
+    spared = {*folders[-keep:], best(run)}
+    for folder in folders:
+        if folder not in spared:
+            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
+            doomed = folder.with_name(f"{PARTIAL}{folder.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clean(run: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for path in (run / FOLDER).glob(f"{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,272 @@
+"""What a run is made of: typed sections, filled from a YAML recipe and `key=value` overrides; all faults told at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nearsight.errors import UserError
+
+__all__ = [
+    "CheckpointConfig",
+    "EmaConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "known_keys",
+    "merge",
+    "nearest",
+    "parse_override",
+    "read_yaml",
+    "to_yaml",
+    "validate",
+]
+
+
+class Section(BaseModel):
+    """A group of keys; an unknown one is a fault, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class ModelConfig(Section):
+    name: str = Field(description="a model registered in timm (nearsight's are)")
+    pretrained: bool = Field(default=False, description="start from timm's published weights")
+    options: dict[str, Any] = Field(default_factory=dict, description="further keywords of the model")
+    drop: float = Field(default=0.0, ge=0, lt=1, description="dropout before the classifier")
+    drop_path: float | None = Field(
+        default=None, ge=0, lt=1, description="stochastic depth; null: the model's own default"
+    )
+    bn_decay: float | None = Field(
+        None, ge=0, lt=1, description="kept share of BatchNorm's running statistics per step"
+    )
+    sync_bn: bool = Field(default=False, description="BatchNorm statistics over all processes")
+    channels_last: bool = False
+    compile: bool = Field(default=False, description="torch.compile")
+    grad_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+
+
+class OptimizerConfig(Section):
+    name: str = Field(default="sgd", description="a timm optimiser: sgd (Nesterov), momentum, adamw, lamb, …")
+    lr: float = Field(default=0.1, gt=0)
+    base_batch: int | None = Field(
+        default=None, ge=1, description="lr is meant for this batch; scaled linearly to the run's"
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    decay_1d: bool = Field(default=False, description="weight decay also on biases and norms")
+    layer_decay: float | None = Field(default=None, gt=0, le=1)
+    options: dict[str, Any] = Field(default_factory=dict, description="further keywords of the optimiser")
+
+
+class ScheduleConfig(Section):
+    name: Literal["cosine", "restarts", "step", "constant"] = "cosine"
+    epochs: int = Field(default=10, ge=1)
+    warmup_epochs: float = Field(default=0.0, ge=0)
+    warmup_lr: float = Field(default=0.0, ge=0, description="where the warm-up starts")
+    min_lr: float = Field(default=0.0, ge=0)
+    restarts: list[int] = Field(default_factory=list, description="epochs at which the cosine starts anew")
+    tail_lr: float | None = Field(default=None, gt=0, description="constant lr from the last restart on")
+    milestones: list[int] = Field(default_factory=list, description="epochs at which 'step' multiplies lr by `gamma`")
+    gamma: float = Field(default=0.1, gt=0, lt=1)
+
+
+class EmaConfig(Section):
+    decay: float | None = Field(default=None, gt=0, lt=1, description="null: no moving average")
+    warmup: bool = Field(default=False, description="let the decay grow from 0")
+    buffers: bool = Field(default=True, description="average buffers too; false copies them")
+
+
+class TrainConfig(Section):
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    precision: Literal["no", "fp16", "bf16"] = "no"
+    accumulate: int = Field(default=1, ge=1, description="micro-batches per step")
+    clip: float | None = Field(default=None, gt=0, description="largest gradient norm")
+    deterministic: bool = Field(default=False, description="same bits on every run, where the device can")
+    max_steps: int | None = Field(default=None, ge=1, description="stop after so many steps, whatever the epochs say")
+    bad_steps: int = Field(default=0, ge=0, description="how many steps with a non-finite loss to skip before stopping")
+    device: Literal["auto", "cpu"] = "auto"
+    eval_every: int = Field(
+        default=1, ge=1, description="epochs between evaluations; the last epoch is always evaluated"
+    )
+
+
+class CheckpointConfig(Section):
+    every_epochs: int = Field(default=1, ge=1)
+    every_steps: int | None = Field(default=None, ge=1, description="also every so many steps")
+    keep: int = Field(default=2, ge=1, description="latest ones kept, besides the best")
+
+
+class LogConfig(Section):
+    every: int = Field(default=20, ge=1, description="steps between lines in log.jsonl")
+    tensorboard: bool = True
+
+
+class RunConfig(Section):
+    """What every task shares; a task adds its own sections (`data`, `loss`, …)."""
+
+    task: str = "classify"
+    model: ModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    ema: EmaConfig = EmaConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    def faults(self) -> list[str]:
+        """What is wrong between keys, each 'key: got …, wanted …'."""
+        found = []
+        schedule = self.schedule
+        if schedule.warmup_epochs > schedule.epochs:
+            found.append(
+                f"schedule.warmup_epochs: got {schedule.warmup_epochs:g}, wanted at most schedule.epochs={schedule.epochs}"
+            )
+        if schedule.name == "restarts":
+            if not schedule.restarts:
+                found.append("schedule.restarts: got none, wanted the epochs of schedule.name=restarts")
+            elif sorted(set(schedule.restarts)) != schedule.restarts or schedule.restarts[0] <= schedule.warmup_epochs:
+                found.append(
+                    f"schedule.restarts: got {schedule.restarts}, wanted growing epochs after the warm-up of "
+                    f"{schedule.warmup_epochs:g}"
+                )
+        elif schedule.restarts or schedule.tail_lr is not None:
+            found.append(f"schedule.restarts: got it with schedule.name={schedule.name}, wanted schedule.name=restarts")
+        if schedule.name == "step" and not schedule.milestones:
+            found.append("schedule.milestones: got none, wanted the epochs of schedule.name=step")
+        return found
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(text: str, name: str) -> dict[str, Any]:
+    """The mapping a YAML text holds, or a sentence.
+
+    >>> read_yaml("optimizer: {lr: 1e-3}", "x")
+    {'optimizer': {'lr': 0.001}}
+    """
+    try:
+        data = yaml.load(text, Loader=_Loader)  # a SafeLoader: plain values only
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" in line {where.line + 1}" if where is not None else ""
+        raise UserError(f"{name}: not valid YAML{line}: {getattr(error, 'problem', None) or error}.") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{name}: got {type(data).__name__}, wanted keys such as 'model:' and 'data:'.")
+    return data
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=value` as nested mappings; the value is read as YAML.
+
+    >>> parse_override("optimizer.lr=1e-3")
+    {'optimizer': {'lr': 0.001}}
+    """
+    key, mark, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not mark or not all(parts):
+        raise UserError(f"got {text!r}, wanted KEY=VALUE, for example optimizer.lr=0.1.")
+    try:
+        nested: Any = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError:
+        nested = value
+    for part in reversed(parts):
+        nested = {part: nested}
+    return dict(nested)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over` on top, section by section.
+
+    >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
+    {'a': {'x': 1, 'y': 3}}
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word most like `word`, or None when none is.
+
+    >>> nearest("optimiser.lr", ["optimizer.lr", "data.root"])
+    'optimizer.lr'
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)), None)
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a config class, with its field.
+
+    >>> "optimizer.lr" in known_keys(RunConfig)
+    True
+    """
+    keys: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        keys[prefix + name] = field
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys.update(known_keys(inner, f"{prefix}{name}."))
+    return keys
+
+
+def validate(cls: type[Config], data: Mapping[str, Any], name: str) -> Config:
+    """A typed config, or one sentence that names every fault."""
+    try:
+        config = cls.model_validate(dict(data))
+    except ValidationError as error:
+        _refuse(name, [_fault(item, cls) for item in error.errors()])
+    faults = config.faults()
+    if faults:
+        _refuse(name, faults)
+    return config
+
+
+def _refuse(name: str, faults: Sequence[str]) -> Any:
+    if len(faults) == 1:
+        raise UserError(f"{name}: {faults[0]}.")
+    listed = "; ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+    raise UserError(f"{name}: {len(faults)} faults: {listed}.")
+
+
+def _fault(item: Any, cls: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = list(known_keys(cls))
+        # A right name in the wrong section is nearer than a similar word.
+        moved = next((k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]), None)
+        near = moved or nearest(key, known)
+        return f"unknown key {key}" + (f", did you mean {near}?" if near else "")
+    if item["type"] == "missing":
+        return f"{key}: missing"
+    text = item["msg"][0].lower() + item["msg"][1:]
+    return f"{key}: got {item['input']!r}, {text.replace('input should be', 'wanted')}"
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The whole config as YAML, defaults included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

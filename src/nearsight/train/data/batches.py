@@ -1,0 +1,457 @@
+"""Batches for the engine. The same order and the same augmentation follow from (seed, epoch, position) alone, so a run can
+be resumed at any step and split over any number of workers without changing a pixel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nearsight.errors import UserError
+from nearsight.train.data import augment
+from nearsight.train.data.config import DataConfig
+from nearsight.train.data.images import BadImageError, refuse_bad
+from nearsight.train.data.sources import Source, Split
+
+__all__ = ["Batch", "Batches", "Where", "build_batches", "eval_transform", "plan", "seed_of"]
+
+# Above this, "auto" leaves images where they are.
+ON_DEVICE_BYTES = 4 << 30
+
+
+class Where(NamedTuple):
+    """This process: its device, its number, how many there are."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass
+class Batch:
+    """Normalised images [B, C, H, W], targets [B], which of them count (None: all), files left out of it."""
+
+    images: Tensor
+    targets: Tensor
+    valid: Tensor | None = None
+    bad: list[str] = field(default_factory=list)
+
+
+class Batches(Protocol):
+    """What the engine asks of data. `images` counts the images of an epoch over all processes."""
+
+    batch_size: int
+    images: int
+    fast: bool
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """This process's batches of an epoch, from batch `start` on."""
+        ...
+
+
+def seed_of(*numbers: int) -> int:
+    """A 63-bit seed from several numbers, without the overlaps of their sum.
+
+    >>> seed_of(0, 1) != seed_of(1, 0)
+    True
+    """
+    data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def plan(count: int, batch: int, where: Where, *, order: int | None = None) -> Tensor:
+    """Which images this process takes: [batches, batch].
+
+    With `order` (a seed) they are shuffled and what fills no whole batch is left out; without, they come in order, each once,
+    and −1 fills the last batch up.
+
+    >>> plan(5, 2, Where(torch.device("cpu"), 1, 2)).tolist()
+    [[2, 3], [-1, -1]]
+    """
+    whole = batch * where.world
+    if order is None:
+        indices = torch.full((-(-count // whole) * whole,), -1)
+        indices[:count] = torch.arange(count)
+    else:
+        indices = torch.randperm(count, generator=torch.Generator().manual_seed(order))[: count // whole * whole]
+    return indices.view(-1, where.world, batch)[:, where.rank]
+
+
+def eval_transform(data: DataConfig) -> Callable[[Any], np.ndarray]:
+    """PIL image → uint8 [C, S, S]: resized and centre-cropped, as at evaluation."""
+    from timm.data.transforms_factory import create_transform
+
+    size = (data.channels, data.image_size, data.image_size)
+    transform: Callable[[Any], np.ndarray] = create_transform(
+        size, crop_pct=data.crop_pct, interpolation=data.interpolation, use_prefetcher=True
+    )
+    return transform
+
+
+def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any], np.ndarray]:
+    """PIL image → augmented uint8 [C, S, S]; what a policy uncovers gets the mean colour."""
+    from timm.data.auto_augment import rand_augment_transform
+    from timm.data.transforms import ToNumpy
+    from timm.data.transforms_factory import create_transform
+    from torchvision import transforms
+
+    wanted, size = data.augment, data.image_size
+    if wanted.crop == "resized":
+        made: Callable[[Any], np.ndarray] = create_transform(
+            (data.channels, size, size),
+            is_training=True,
+            scale=wanted.scale,
+            ratio=wanted.ratio,
+            hflip=wanted.flip,
+            color_jitter=wanted.color_jitter,
+            auto_augment=wanted.auto,
+            interpolation=data.interpolation,
+            mean=mean,
+            use_prefetcher=True,
+        )
+        return made
+    steps: list[Any] = list(eval_transform(data).transforms[:-1])  # type: ignore[attr-defined]
+    if wanted.crop == "pad":
+        mode = "constant" if wanted.pad_mode == "zeros" else "reflect"
+        steps.append(transforms.RandomCrop(size, padding=wanted.pad, padding_mode=mode))
+    steps.append(transforms.RandomHorizontalFlip(wanted.flip))
+    if wanted.auto:
+        steps.append(rand_augment_transform(wanted.auto, {"img_mean": tuple(round(255 * m) for m in mean)}))
+    elif wanted.color_jitter:
+        steps.append(transforms.ColorJitter(*[wanted.color_jitter] * 3))
+    composed: Callable[[Any], np.ndarray] = transforms.Compose([*steps, ToNumpy()])
+    return composed
+
+
+class _Finish:
+    """The last steps on the device, shared by all kinds of batches: normalise, cut out, erase."""
+
+    def __init__(self, data: DataConfig, source: Source, where: Where, training: bool, channels_last: bool) -> None:
+        self.average = source.mean
+        self.mean = torch.tensor(source.mean, device=where.device)
+        self.std = torch.tensor(source.std, device=where.device)
+        self.channels_last = channels_last
+        self.cutout = data.augment.cutout if training else 0
+        self.erase: Any = None
+        if training and data.augment.erase:
+            from timm.data.random_erasing import RandomErasing
+
+            self.erase = RandomErasing(data.augment.erase, mode="pixel", device=str(where.device))
+
+    def __call__(self, images: Tensor, choice: augment.Draw | None) -> Tensor:
+        out = augment.normalise(images, self.mean, self.std, self.channels_last)
+        if choice is not None:
+            out = augment.cut_out(out, self.cutout, choice)
+        return out if self.erase is None else self.erase(out)
+
+
+class OnDeviceBatches:
+    """A small set, decoded once and kept on the device; a batch is one indexed read."""
+
+    fast = True
+
+    def __init__(
+        self, pixels: Tensor, labels: Tensor, data: DataConfig, where: Where, finish: _Finish, seed: int, training: bool
+    ) -> None:
+        self.size = (pixels.shape[1], pixels.shape[2])
+        self.where, self.finish, self.seed, self.training = where, finish, seed, training
+        self.augment = data.augment
+        pixels = pixels.to(where.device)
+        self.pixels = augment.pad_images(pixels, data.augment) if training else pixels
+        self.labels = labels.to(where.device)
+        self.batch_size = _batch_size(data, training)
+        self.batches = _count(len(labels), self.batch_size, where, training)
+        self.images = self.batches * self.batch_size * where.world if training else len(labels)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        order = seed_of(self.seed, epoch) if self.training else None
+        indices = plan(len(self.labels), self.batch_size, self.where, order=order).to(self.where.device)
+        generator = torch.Generator(self.where.device)
+        for number in range(start, len(indices)):
+            which = indices[number]
+            choice = None
+            if self.training:
+                generator.manual_seed(seed_of(self.seed, epoch, number))
+                everybody = augment.draw(self.augment, self.batch_size * self.where.world, self.size, generator)
+                choice = everybody.share(self.where.rank, self.batch_size)
+            valid = None if self.training else which >= 0
+            images = self.finish(augment.gather(self.pixels, which, self.size, choice), choice)
+            yield Batch(images, self.labels[which], valid)
+
+
+class _Samples(torch.utils.data.Dataset[Any]):
+    """Decoded, augmented samples; each drawn from its own seed, whichever worker makes it."""
+
+    def __init__(self, split: Split, transform: Any, data: DataConfig, training: bool) -> None:
+        self.split, self.transform, self.data, self.training = split, transform, data, training
+
+    def __getitem__(self, at: tuple[int, int]) -> tuple[np.ndarray, int, bool, list[tuple[str, str]]]:
+        """Pixels, label, whether they count, and the files that were none: names and reasons.
+
+        Nothing is raised here: an exception would leave a worker as a page of traceback.
+        """
+        index, seed = at
+        bad: list[tuple[str, str]] = []
+        for _ in range(64 if index >= 0 else 0):  # below 0: fills the last batch of an evaluation
+            try:
+                image, label = self.split.read(index)
+            except BadImageError as error:
+                bad.append((self.split.name(index), str(error)))
+                if not self.training:
+                    break
+                index = (index + 1) % len(self.split)
+                continue
+            with _seeded(seed):
+                return self.transform(image), label, True, bad
+        return self._blank(), 0, False, bad
+
+    def _blank(self) -> np.ndarray:
+        return np.zeros((self.data.channels, self.data.image_size, self.data.image_size), np.uint8)
+
+
+class _seeded:  # noqa: N801  (used like a function)
+    """Python's, NumPy's and torch's generators at a seed, and back as they were."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __enter__(self) -> None:
+        self.before = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        random.seed(self.seed)
+        np.random.seed(self.seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(self.seed)
+
+    def __exit__(self, *_: object) -> None:
+        random.setstate(self.before[0])
+        np.random.set_state(self.before[1])
+        torch.set_rng_state(self.before[2])
+
+
+class _Order:
+    """The batch sampler: reads which epoch and batch to start from each time it is iterated."""
+
+    def __init__(self, count: int, batch: int, where: Where, seed: int, training: bool) -> None:
+        self.count, self.batch, self.where, self.seed, self.training = count, batch, where, seed, training
+        self.epoch = self.start = 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order = seed_of(self.seed, self.epoch) if self.training else None
+        indices = plan(self.count, self.batch, self.where, order=order).tolist()
+        for number in range(self.start, len(indices)):
+            first = (number * self.where.world + self.where.rank) * self.batch
+            yield [(i, seed_of(self.seed, self.epoch, first + n)) for n, i in enumerate(indices[number])]
+
+    def __len__(self) -> int:
+        return _count(self.count, self.batch, self.where, self.training)
+
+
+def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str, str]]]:
+    images, labels, valid, bad = zip(*samples, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels), torch.tensor(valid), [n for b in bad for n in b]
+
+
+class LoadedBatches:
+    """A set of any size, decoded and augmented by worker processes."""
+
+    fast = False
+
+    def __init__(
+        self, split: Split, data: DataConfig, where: Where, finish: _Finish, seed: int, training: bool
+    ) -> None:
+        self.where, self.finish, self.training, self.on_bad = where, finish, training, data.on_bad
+        self.batch_size = _batch_size(data, training)
+        self.order = _Order(len(split), self.batch_size, where, seed, training)
+        self.images = len(self.order) * self.batch_size * where.world if training else len(split)
+        transform = train_transform(data, finish.average) if training else eval_transform(data)
+        self.loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            _Samples(split, transform, data, training),
+            batch_sampler=self.order,
+            num_workers=data.workers,
+            collate_fn=_collate,
+            pin_memory=where.device.type == "cuda",
+            persistent_workers=data.workers > 0,
+            # Its own, so that making an iterator leaves the run's random state alone.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        self.order.epoch, self.order.start = epoch, start
+        device = self.where.device
+        for images, labels, valid, bad in self.loader:
+            if bad and (self.on_bad == "stop" or (self.training and not valid.all())):
+                raise refuse_bad(*bad[-1])
+            pixels = images.to(device, non_blocking=True).permute(0, 2, 3, 1)
+            batch = Batch(
+                self.finish(pixels, None), labels.to(device, non_blocking=True), None, [name for name, _ in bad]
+            )
+            if not self.training:
+                batch.valid = valid.to(device, non_blocking=True)
+            yield batch
+
+
+class StreamedBatches:
+    """Shards read in order by timm's readers, which deal them out to processes and workers themselves.
+
+    A resumed epoch is read from its start and the batches already seen are dropped.
+    """
+
+    fast = False
+
+    def __init__(self, dataset: Any, data: DataConfig, where: Where, finish: _Finish, training: bool) -> None:
+        self.dataset, self.where, self.finish, self.training = dataset, where, finish, training
+        self.batch_size = _batch_size(data, training)
+        self.channels, self.image_size = data.channels, data.image_size
+        dataset.transform = train_transform(data, finish.average) if training else eval_transform(data)
+        dataset.set_loader_cfg(num_workers=max(data.workers, 1))
+        stated = data.train_images if training else data.eval_images
+        self.images = stated or len(dataset)
+        if not self.images:
+            key = "train_images" if training else "eval_images"
+            raise UserError(f"data.{key}: missing; {data.source!r} does not say how many images it has.")
+        self.batches = _count(self.images, self.batch_size, where, training)
+        self.loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            num_workers=data.workers,
+            drop_last=training,
+            pin_memory=where.device.type == "cuda",
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        self.dataset.set_epoch(epoch)
+        device = self.where.device
+        number = 0
+        for images, labels in self.loader:
+            if number >= start:
+                pixels = images.to(device, non_blocking=True).permute(0, 2, 3, 1)
+                yield Batch(self.finish(pixels, None), labels.to(device, non_blocking=True))
+            number += 1
+            if self.training and number == self.batches:
+                return
+        # Shards of unequal length: the others still wait for this process's share of collective work.
+        size = self.image_size
+        while not self.training and number < self.batches:
+            blank = torch.zeros(self.batch_size, size, size, self.channels, dtype=torch.uint8, device=device)
+            none = torch.zeros(self.batch_size, dtype=torch.bool, device=device)
+            yield Batch(self.finish(blank, None), torch.zeros(self.batch_size, dtype=torch.long, device=device), none)
+            number += 1
+
+
+def build_batches(
+    split: Any,
+    source: Source,
+    data: DataConfig,
+    where: Where,
+    *,
+    training: bool,
+    seed: int,
+    channels_last: bool,
+    note: Any,
+) -> Batches:
+    """The fastest kind of batches that can serve a split; `note` is told about files left out."""
+    finish = _Finish(data, source, where, training, channels_last)
+    if source.streamed:
+        return StreamedBatches(split, data, where, finish, training)
+    size = len(split) * data.channels * data.image_size**2
+    fits = data.on_device is True or (data.on_device == "auto" and size <= ON_DEVICE_BYTES)
+    if fits and data.augment.needs_workers is None:
+        pixels, labels, bad = materialise(split, data)
+        if bad:
+            shown = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
+            note(f"left out {len(bad)} files that are no images: {shown}")
+        return OnDeviceBatches(pixels, labels, data, where, finish, seed, training)
+    return LoadedBatches(split, data, where, finish, seed, training)
+
+
+def _batch_size(data: DataConfig, training: bool) -> int:
+    return data.batch_size if training or data.eval_batch_size is None else data.eval_batch_size
+
+
+def _count(images: int, batch: int, where: Where, training: bool) -> int:
+    whole = batch * where.world
+    if training and images < whole:
+        processes = f" × {where.world} processes" if where.world > 1 else ""
+        raise UserError(
+            f"data.batch_size: got {batch}{processes} = {whole}, wanted at most the {images} training images; lower it."
+        )
+    return images // whole if training else -(-images // whole)
+
+
+def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
+    """All images of a split as uint8 [N, S, S, C], their labels, and the names of those left out; cached on disk."""
+    from safetensors.torch import load_file, save_file
+
+    key = split.key()
+    file = None
+    if key is not None and data.cache:
+        how = f"{key}\n{data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
+        file = _cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
+        if file.is_file():
+            kept = load_file(file)
+            return kept["pixels"], kept["labels"], []
+    pixels, labels, bad = _decode_all(split, data)
+    if file is not None and not bad:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_name(f"{file.name}.{os.getpid()}")
+            save_file({"pixels": pixels, "labels": labels}, part)
+            part.replace(file)
+        except OSError:  # a cache that cannot be written costs time, nothing else
+            part.unlink(missing_ok=True)
+    return pixels, labels, bad
+
+
+def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
+    transform = eval_transform(data)
+
+    def one(index: int) -> tuple[np.ndarray, int] | BadImageError:
+        try:
+            image, label = split.read(index)
+        except BadImageError as error:
+            return error
+        return transform(image), label
+
+    # Decoders release the interpreter's lock, so threads serve as well as processes here.
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        done = list(pool.map(one, range(len(split)), chunksize=64))
+    good, bad = [], []
+    for index, result in enumerate(done):
+        if isinstance(result, BadImageError):
+            if data.on_bad == "stop":
+                raise refuse_bad(split.name(index), str(result))
+            bad.append(split.name(index))
+        else:
+            good.append(result)
+    if not good:
+        raise UserError(f"data.source: none of the {len(split)} files is an image, the first is {bad[0]}.")
+    pixels = torch.from_numpy(np.stack([image for image, _ in good])).permute(0, 2, 3, 1).contiguous()
+    return pixels, torch.tensor([label for _, label in good]), bad
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("NEARSIGHT_CACHE")
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "nearsight"

@@ -1,0 +1,77 @@
+"""The `data:` section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from nearsight.train.config import Section
+
+__all__ = ["AugmentConfig", "DataConfig"]
+
+
+class AugmentConfig(Section):
+    crop: Literal["none", "pad", "resized"] = Field(
+        default="none", description="pad: shift by up to `pad`; resized: random area"
+    )
+    pad: int = Field(default=4, ge=0)
+    pad_mode: Literal["reflect", "zeros"] = "reflect"
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = Field(default=0.0, ge=0, le=1, description="chance of a horizontal flip")
+    cutout: int = Field(default=0, ge=0, description="side of a blanked square, in pixels")
+    color_jitter: float = Field(default=0.0, ge=0)
+    auto: str | None = Field(default=None, description="timm's policy string, e.g. rand-m9-mstd0.5")
+    erase: float = Field(default=0.0, ge=0, le=1, description="chance of random erasing")
+
+    @property
+    def needs_workers(self) -> str | None:
+        """The first key that only the loader path can do, or None."""
+        wanted = {"crop=resized": self.crop == "resized", "color_jitter": self.color_jitter, "auto": self.auto}
+        return next((f"data.augment.{key}" for key, value in wanted.items() if value), None)
+
+
+class DataConfig(Section):
+    source: str = Field(
+        description="digits, cifar10, cifar100, folder:PATH, parquet:PATH, hfds/NAME, hfids/NAME, wds/NAME, tfds/NAME"
+    )
+    root: str | None = Field(default=None, description="where cifar10, cifar100, hfds/, wds/ and tfds/ lie")
+    download: bool = False
+    train_split: str = "train"
+    eval_split: str = Field(default="validation", description="of a timm reader")
+    train_images: int | None = Field(
+        default=None, ge=1, description="images in a streamed split, where its index does not say"
+    )
+    eval_images: int | None = Field(default=None, ge=1)
+    num_classes: int | None = Field(
+        default=None, ge=2, description="of a streamed set, whose labels are not known beforehand"
+    )
+    image_size: int = Field(default=224, ge=1)
+    channels: Literal[1, 3] = 3
+    batch_size: int = Field(default=64, ge=1, description="per process and micro-batch")
+    eval_batch_size: int | None = Field(default=None, ge=1)
+    workers: int = Field(default=4, ge=0)
+    holdout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of train held out; evaluated instead of the eval split"
+    )
+    on_device: bool | Literal["auto"] = Field(default="auto", description="keep decoded images on the device")
+    cache: bool = Field(default=True, description="keep decoded images on disk for the next run")
+    on_bad: Literal["stop", "skip"] = Field(default="stop", description="what to do about a file that is no image")
+    max_pixels: int = Field(default=89_478_485, ge=1, description="refuse larger images (decompression bombs)")
+    crop_pct: float = Field(default=1.0, gt=0, le=1, description="share of the resized image's side kept at evaluation")
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    mean: list[float] | None = Field(default=None, description="null: the source's")
+    std: list[float] | None = None
+    augment: AugmentConfig = AugmentConfig()
+
+    def faults(self) -> list[str]:
+        found = []
+        for key in ("mean", "std"):
+            value = getattr(self, key)
+            if value is not None and len(value) != self.channels:
+                found.append(f"data.{key}: got {len(value)} numbers, wanted {self.channels} (data.channels)")
+        needs = self.augment.needs_workers
+        if self.on_device is True and needs:
+            found.append(f"data.on_device: got true with {needs}, which runs in workers; wanted auto or false")
+        return found

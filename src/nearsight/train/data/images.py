@@ -1,0 +1,56 @@
+"""One image from bytes to pixels, and what becomes of files that are none."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from nearsight.errors import UserError
+
+__all__ = ["BadImageError", "decode", "image_mode", "refuse_bad"]
+
+
+class BadImageError(Exception):
+    """A file that is no image, is cut short, or would unpack to too many pixels."""
+
+
+def image_mode(channels: int) -> str:
+    """PIL's name for 1 or 3 channels.
+
+    >>> image_mode(3)
+    'RGB'
+    """
+    return {1: "L", 3: "RGB"}[channels]
+
+
+def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Image:
+    """The image in a file, in `mode`; `BadImageError` says what is wrong with it.
+
+    >>> decode(b"no image", "RGB", 100)
+    Traceback (most recent call last):
+    ...
+    nearsight.train.data.images.BadImageError: not an image
+    """
+    try:
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        width, height = image.size
+        if width * height > max_pixels:
+            raise BadImageError(f"{width}×{height} pixels exceed data.max_pixels={max_pixels}")
+        image.load()
+        return image.convert(mode)
+    except FileNotFoundError as error:
+        raise BadImageError("missing") from error
+    except UnidentifiedImageError as error:
+        raise BadImageError("not an image") from error
+    except Image.DecompressionBombError as error:
+        raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadImageError(f"damaged ({error})") from error
+
+
+def refuse_bad(name: str, reason: str) -> UserError:
+    """The sentence that ends a run with `data.on_bad=stop`."""
+    return UserError(f"{name}: {reason}; mend or remove it, or leave such files out with data.on_bad=skip.")

@@ -1,0 +1,404 @@
+"""Where images come from: an embedded set, CIFAR, folders, Parquet files, timm's readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from nearsight.errors import UserError
+from nearsight.train.config import nearest
+from nearsight.train.data.config import DataConfig
+from nearsight.train.data.images import BadImageError, decode, image_mode
+
+__all__ = ["Source", "Split", "Subset", "open_source"]
+
+EVALUATION = ("val", "validation", "valid", "test")
+KINDS = (
+    "digits",
+    "cifar10",
+    "cifar100",
+    "folder:PATH",
+    "parquet:PATH",
+    "hfds/NAME",
+    "hfids/NAME",
+    "wds/NAME",
+    "tfds/NAME",
+)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+STATISTICS = {
+    "digits": ((0.305,), (0.376,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+class Split(Protocol):
+    """Images that can be asked for by number."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What to call an image when it is damaged."""
+        ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """An image and its label, or `BadImageError`."""
+        ...
+
+    def key(self) -> str | None:
+        """A text that changes with the images, for the cache on disk; None when they are not worth caching."""
+        ...
+
+
+class Source(NamedTuple):
+    """Train and evaluation split (None: hold out some of train), class names, the pixels' statistics."""
+
+    train: Any
+    evaluation: Any | None
+    classes: list[str]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    streamed: bool = False
+
+
+class ArrayImages:
+    """Images that are in memory already: uint8 [N, H, W] or [N, H, W, C]."""
+
+    def __init__(self, images: np.ndarray, labels: Sequence[int], mode: str) -> None:
+        self.images, self.labels, self.mode = images, labels, mode
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.images[index]).convert(self.mode), int(self.labels[index])
+
+    def key(self) -> str | None:
+        return None
+
+
+class FileImages:
+    """Image files with labels."""
+
+    def __init__(self, files: list[tuple[str, int]], mode: str, max_pixels: int) -> None:
+        self.files, self.mode, self.max_pixels = files, mode, max_pixels
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def name(self, index: int) -> str:
+        return self.files[index][0]
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.files[index]
+        return decode(Path(path), self.mode, self.max_pixels), label
+
+    def key(self) -> str | None:
+        return "\n".join(f"{path} {label} {_stamp(path)}" for path, label in self.files)
+
+
+class ParquetImages:
+    """Encoded images in Parquet files, as Hugging Face writes them."""
+
+    def __init__(self, table: Any, columns: tuple[str, str], files: list[Path], mode: str, max_pixels: int) -> None:
+        self.table, (self.image, self.label), self.files = table, columns, files
+        self.mode, self.max_pixels = mode, max_pixels
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def name(self, index: int) -> str:
+        cell = self.table[self.image][index].as_py()
+        path = cell.get("path") if isinstance(cell, dict) else None
+        return f"row {index} of {self.files[0].name}" + (f" ({path})" if path else "")
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        cell = self.table[self.image][index].as_py()
+        data = cell.get("bytes") if isinstance(cell, dict) else cell
+        if not data:
+            raise BadImageError("no bytes")
+        return decode(data, self.mode, self.max_pixels), int(self.table[self.label][index].as_py())
+
+    def key(self) -> str | None:
+        return "\n".join(f"{path.resolve()} {_stamp(path)}" for path in self.files)
+
+
+class ReaderImages:
+    """A timm reader that can be indexed (`hfds/NAME`)."""
+
+    def __init__(self, reader: Any, mode: str, max_pixels: int) -> None:
+        self.reader, self.mode, self.max_pixels = reader, mode, max_pixels
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        data, label = self.reader[index]
+        return decode(data, self.mode, self.max_pixels), int(label)
+
+    def key(self) -> str | None:
+        return None
+
+
+class Subset:
+    """Some images of a split."""
+
+    def __init__(self, split: Split, indices: Tensor) -> None:
+        self.split, self.indices = split, indices.tolist()
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def name(self, index: int) -> str:
+        return self.split.name(self.indices[index])
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return self.split.read(self.indices[index])
+
+    def key(self) -> str | None:
+        key = self.split.key()
+        return None if key is None else f"{key}\n{self.indices}"
+
+
+def open_source(data: DataConfig) -> Source:
+    """The source a config names, checked: it exists, has images, at least two classes, the same ones in both splits."""
+    kind, _, path = data.source.partition(":")
+    if kind == "digits":
+        source = _digits(data)
+    elif kind in ("cifar10", "cifar100"):
+        source = _cifar(kind, data, path or data.root)
+    elif kind == "folder":
+        source = _folder(data, path or data.root)
+    elif kind == "parquet":
+        source = _parquet(data, path or data.root)
+    elif kind.partition("/")[0] in ("hfds", "hfids", "wds", "tfds"):
+        source = _reader(data)
+    else:
+        near = nearest(data.source, KINDS)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise UserError(f"data.source: got {data.source!r}, wanted one of {', '.join(KINDS)}.{hint}")
+    if len(source.classes) < 2:
+        raise UserError(f"data.source: {data.source!r} has {len(source.classes)} class, wanted at least 2.")
+    if data.mean is not None:
+        source = source._replace(mean=tuple(data.mean))
+    if data.std is not None:
+        source = source._replace(std=tuple(data.std))
+    return source
+
+
+def _statistics(kind: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    mean, std = STATISTICS.get(kind, IMAGENET)
+    if len(mean) == channels:
+        return mean, std
+    if len(mean) == 1:
+        return mean * channels, std * channels
+    return (sum(mean) / 3,), (sum(std) / 3,)
+
+
+def _digits(data: DataConfig) -> Source:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    # One split for everybody, whatever the run's seed: test numbers stay comparable.
+    train, test = train_test_split(np.arange(len(images)), test_size=0.25, stratify=digits.target, random_state=0)
+    mode = image_mode(data.channels)
+    splits = [ArrayImages(images[part], digits.target[part], mode) for part in (train, test)]
+    return Source(splits[0], splits[1], [str(n) for n in range(10)], *_statistics("digits", data.channels))
+
+
+def _cifar(kind: str, data: DataConfig, path: str | None) -> Source:
+    from torchvision import datasets
+
+    root = Path(path) if path else _default_root(kind)
+    if root is not None and _parquet_files(root):
+        return _parquet(data, str(root), kind)
+    if root is None and data.download:
+        root = Path("data")
+    if root is None or (not root.exists() and not data.download):
+        raise UserError(
+            f"data.root: no {kind} in {str(root) if root else './data or $NEARSIGHT_DATA'}; set data.root=FOLDER "
+            f"(torchvision's folder or Hugging Face Parquet files) or data.download=true."
+        )
+    dataset = getattr(datasets, kind.upper())
+    try:
+        parts = [dataset(str(root), train=train, download=data.download) for train in (True, False)]
+    except RuntimeError as error:
+        raise UserError(f"data.root: {str(root)!r} holds neither torchvision's {kind} nor Parquet files.") from error
+    mode = image_mode(data.channels)
+    train, test = (ArrayImages(part.data, part.targets, mode) for part in parts)
+    return Source(train, test, list(parts[0].classes), *_statistics(kind, data.channels))
+
+
+def _default_root(kind: str) -> Path | None:
+    for folder in (os.environ.get("NEARSIGHT_DATA"), "data"):
+        for root in [Path(folder) / kind, Path(folder)] if folder else []:
+            if _parquet_files(root) or any(root.glob("cifar-10*")):
+                return root
+    return None
+
+
+def _folder(data: DataConfig, path: str | None) -> Source:
+    if not path or not Path(path).is_dir():
+        raise UserError(f"data.source: no folder {path!r}; wanted folder:PATH with a sub-folder per class.")
+    root = Path(path)
+    train = root / "train" if (root / "train").is_dir() else root
+    evaluation = next((root / name for name in EVALUATION if (root / name).is_dir()), None) if train != root else None
+    classes, images = _class_files(train, data)
+    held = None
+    if evaluation is not None:
+        eval_classes, held = _class_files(evaluation, data)
+        _same_classes(str(path), classes, eval_classes)
+    return Source(images, held, classes, *_statistics("folder", data.channels))
+
+
+def _class_files(root: Path, data: DataConfig) -> tuple[list[str], FileImages]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    files = []
+    for label, name in enumerate(classes):
+        found = sorted(str(p) for p in (root / name).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+        if not found:
+            raise UserError(f"data.source: class folder {str(root / name)!r} has no images.")
+        files += [(file, label) for file in found]
+    if not files:
+        raise UserError(f"data.source: {str(root)!r} has no images; wanted a sub-folder per class.")
+    return classes, FileImages(files, image_mode(data.channels), data.max_pixels)
+
+
+def _same_classes(where: str, train: list[str], evaluation: list[str]) -> None:
+    if train != evaluation:
+        odd = sorted(set(train) ^ set(evaluation))[:5]
+        raise UserError(
+            f"data.source: {where!r} has {len(train)} classes in train and {len(evaluation)} in evaluation, wanted the "
+            f"same ones; they differ in {', '.join(odd)}."
+        )
+
+
+def _parquet_files(root: Path) -> list[Path]:
+    if root.is_file():
+        return [root] if root.suffix == ".parquet" else []
+    return sorted(root.rglob("*.parquet")) if root.is_dir() else []
+
+
+def _parquet(data: DataConfig, path: str | None, kind: str = "parquet") -> Source:
+    files = _parquet_files(Path(path)) if path else []
+    if not files:
+        raise UserError(f"data.source: no Parquet files in {path!r}.")
+    evaluation = [f for f in files if any(f.name.startswith(name) for name in EVALUATION)]
+    train, classes = _read_parquet([f for f in files if f not in evaluation] or evaluation, data)
+    held = None
+    if evaluation and len(evaluation) < len(files):
+        held, eval_classes = _read_parquet(evaluation, data)
+        _same_classes(str(path), classes, eval_classes)
+    return Source(train, held, classes, *_statistics(kind, data.channels))
+
+
+def _read_parquet(files: list[Path], data: DataConfig) -> tuple[ParquetImages, list[str]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pa.concat_tables([pq.read_table(file) for file in files])
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"data.source: {files[0]} is not a readable Parquet file ({error}).") from error
+    image = _column(table, ("image", "img", "jpg", "png", "webp"), files[0])
+    label = _column(table, ("label", "fine_label", "labels", "cls", "class"), files[0])
+    if not table.num_rows:
+        raise UserError(f"data.source: {files[0]} has no rows.")
+    labels = table[label].to_numpy()
+    if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+        raise UserError(f"data.source: column {label!r} of {files[0]} holds {labels.dtype}, wanted numbers from 0.")
+    classes = _class_names(table, label) or [str(n) for n in range(int(labels.max()) + 1)]
+    if labels.max() >= len(classes):
+        raise UserError(
+            f"data.source: {files[0]} has label {labels.max()}, wanted less than its {len(classes)} classes."
+        )
+    return ParquetImages(table, (image, label), files, image_mode(data.channels), data.max_pixels), classes
+
+
+def _column(table: Any, wanted: Sequence[str], file: Path) -> str:
+    found = next((name for name in wanted if name in table.column_names), None)
+    if found is None:
+        raise UserError(
+            f"data.source: {file} has columns {', '.join(table.column_names)}, wanted {' or '.join(wanted)}."
+        )
+    return found
+
+
+def _class_names(table: Any, label: str) -> list[str] | None:
+    """The names Hugging Face keeps in the schema's metadata."""
+    import json
+
+    try:
+        info = json.loads((table.schema.metadata or {})[b"huggingface"])
+        return [str(name) for name in info["info"]["features"][label]["names"]]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _reader(data: DataConfig) -> Source:
+    from timm.data.dataset_factory import create_dataset
+    from timm.data.readers.reader_factory import create_reader
+
+    kind = data.source.partition("/")[0]
+    mode = image_mode(data.channels)
+    statistics = _statistics(kind, data.channels)
+    try:
+        if kind == "hfds":
+            readers = [create_reader(data.source, root=data.root, split=s) for s in (data.train_split, data.eval_split)]
+            classes = sorted(readers[0].class_to_idx, key=readers[0].class_to_idx.__getitem__)
+            parts = [ReaderImages(reader, mode, data.max_pixels) for reader in readers]
+            return Source(parts[0], parts[1], classes or _numbered(data), *statistics)
+        splits = [
+            create_dataset(
+                data.source,
+                root=data.root,
+                split=split,
+                is_training=training,
+                batch_size=data.batch_size,
+                num_samples=images,
+                download=data.download,
+                input_img_mode=mode,
+            )
+            for split, training, images in (
+                (data.train_split, True, data.train_images),
+                (data.eval_split, False, data.eval_images),
+            )
+        ]
+    except (FileNotFoundError, AssertionError, ValueError, RuntimeError) as error:
+        raise UserError(f"data.source: cannot open {data.source!r} ({error}).") from error
+    return Source(splits[0], splits[1], _numbered(data), *statistics, streamed=True)
+
+
+def _numbered(data: DataConfig) -> list[str]:
+    if data.num_classes is None:
+        raise UserError(f"data.num_classes: missing; {data.source!r} does not say how many classes it has.")
+    return [str(n) for n in range(data.num_classes)]
+
+
+def _stamp(path: str | Path) -> str:
+    status = os.stat(path)
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def hold_out(split: Split, share: float, seed: int) -> tuple[Subset, Subset]:
+    """(train, held out): a random share of a split, the same for the same seed."""
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))
+    count = max(1, round(share * len(split)))
+    return Subset(split, order[count:].sort().values), Subset(split, order[:count].sort().values)

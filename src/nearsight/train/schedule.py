@@ -1,0 +1,127 @@
+"""Optimiser and learning rate from the config: timm's, plus a cosine that restarts at given epochs.
+
+Schedules count steps. They stay outside `accelerator.prepare`, which would step them once per process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.optim._optim_factory import create_optimizer_v2, list_optimizers
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.multistep_lr import MultiStepLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
+
+from nearsight.errors import UserError
+from nearsight.train.config import OptimizerConfig, RunConfig, ScheduleConfig, nearest
+
+__all__ = ["RestartScheduler", "build_optimizer", "build_schedule", "learning_rates", "scaled_lr"]
+
+
+class RestartScheduler(Scheduler):
+    """Linear warm-up, then a cosine from lr to `min_lr` between restarts, all in steps.
+
+    lr(t) = min + ½ (lr − min)(1 + cos(π (t − a)/(b − a))) for a ≤ t < b, neighbours in [warm-up, *restarts, end]; from the
+    last restart on `tail_lr`, if given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total: int,
+        restarts: Sequence[int],
+        warmup: int = 0,
+        warmup_lr: float = 0.0,
+        min_lr: float = 0.0,
+        tail_lr: float | None = None,
+    ) -> None:
+        super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
+        self.edges = [warmup, *restarts]
+        self.total, self.warmup, self.warmup_lr, self.min_lr, self.tail_lr = total, warmup, warmup_lr, min_lr, tail_lr
+        self.update_groups(self._get_lr(0))
+
+    def _get_lr(self, t: int) -> list[float]:
+        if t < self.warmup:
+            return [self.warmup_lr + (lr - self.warmup_lr) * t / self.warmup for lr in self.base_values]
+        cycle = bisect.bisect_right(self.edges, t) - 1
+        start = self.edges[cycle]
+        if cycle == len(self.edges) - 1 and self.tail_lr is not None:
+            return [self.tail_lr for _ in self.base_values]
+        end = self.edges[cycle + 1] if cycle + 1 < len(self.edges) else max(self.total, start + 1)
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, (t - start) / (end - start))))
+        return [self.min_lr + (lr - self.min_lr) * share for lr in self.base_values]
+
+
+def scaled_lr(optimizer: OptimizerConfig, batch: int) -> float:
+    """The learning rate for a batch over all processes and micro-batches: lr · batch / base_batch.
+
+    >>> scaled_lr(OptimizerConfig(lr=0.1, base_batch=256), 512)
+    0.2
+    """
+    return optimizer.lr if optimizer.base_batch is None else optimizer.lr * batch / optimizer.base_batch
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> torch.optim.Optimizer:
+    """timm's optimiser of that name; weight decay skips biases and norms unless `decay_1d`."""
+    known = [str(name) for name in list_optimizers()]
+    if config.name not in known:
+        near = nearest(config.name, known)
+        raise UserError(
+            f"optimizer.name: got {config.name!r}, wanted one of timm's" + (f", e.g. {near}." if near else ".")
+        )
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=config.name,
+            lr=scaled_lr(config, batch),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            filter_bias_and_bn=not config.decay_1d,
+            layer_decay=config.layer_decay,
+            **config.options,
+        )
+    except TypeError as error:
+        raise UserError(f"optimizer.options: {config.name} refuses {config.options} ({error}).") from error
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps_per_epoch: int, total: int | None = None
+) -> Scheduler:
+    """A timm scheduler that counts steps: call `step_update(steps done)` after each."""
+    total = config.epochs * steps_per_epoch if total is None else total
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    warm: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": config.warmup_lr, "t_in_epochs": False}
+    if config.name == "restarts":
+        return RestartScheduler(
+            optimizer,
+            total,
+            [epoch * steps_per_epoch for epoch in config.restarts],
+            warmup,
+            config.warmup_lr,
+            config.min_lr,
+            config.tail_lr,
+        )
+    if config.name == "cosine":
+        return CosineLRScheduler(
+            optimizer, t_initial=max(1, total - warmup), lr_min=config.min_lr, warmup_prefix=True, **warm
+        )
+    milestones = [m * steps_per_epoch for m in config.milestones] if config.name == "step" else []
+    return MultiStepLRScheduler(optimizer, decay_t=milestones, decay_rate=config.gamma, **warm)
+
+
+def learning_rates(config: RunConfig, batch: int, steps_per_epoch: int, points: int = 60) -> list[tuple[int, float]]:
+    """(step, lr) along a run, at most `points` of them, for a picture of the schedule."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer: Any = torch.optim.SGD([parameter], lr=scaled_lr(config.optimizer, batch))
+    schedule = build_schedule(optimizer, config.schedule, steps_per_epoch)
+    total = config.schedule.epochs * steps_per_epoch
+    curve = []
+    for step in sorted({round(i * (total - 1) / max(1, points - 1)) for i in range(points)}):
+        schedule.step_update(step)
+        curve.append((step, optimizer.param_groups[0]["lr"]))
+    return curve

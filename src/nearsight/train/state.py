@@ -1,0 +1,114 @@
+"""What a resumed run needs besides the weights, as tensors and plain values: optimiser, random generators, loss scale."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from nearsight.errors import UserError
+
+__all__ = ["load_model", "load_optimizer", "load_random", "model_state", "optimizer_state", "random_state"]
+
+SEPARATOR = "|"
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict under the names of the bare model, however it is wrapped or sharded. All processes call it."""
+    state = get_model_state_dict(model, options=FULL)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def load_model(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """Load a state dict into a model, wrapped or not, or say which tensors do not fit."""
+    own = {name: tuple(tensor.shape) for name, tensor in model_names(model).items()}
+    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if own != got:
+        odd = sorted(name for name in own.keys() | got.keys() if own.get(name) != got.get(name))
+        first = odd[0]
+        raise UserError(
+            f"{source} does not fit the model: {len(odd)} tensors differ, first {first}: got {got.get(first, 'none')}, "
+            f"wanted {own.get(first, 'none')}."
+        )
+    set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))  # type: ignore[arg-type]
+
+
+def model_names(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict's tensors by the bare model's names, without gathering shards."""
+    state = get_model_state_dict(model, options=StateDictOptions())
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors named parameter|slot, plain values): moments and counts in one, groups and plain slots in the other."""
+    whole: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for parameter, slots in whole["state"].items():
+        for slot, value in slots.items():
+            key = f"{parameter}{SEPARATOR}{slot}"
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            else:
+                plain[key] = value
+    return tensors, {"plain": plain, "groups": whole["param_groups"]}
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
+) -> None:
+    """The inverse of `optimizer_state`."""
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *values["plain"].items()]:
+        parameter, _, slot = key.rpartition(SEPARATOR)
+        state.setdefault(parameter, {})[slot] = value
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in values["groups"]]
+    whole: Any = {"state": state, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+    for parameter_, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            same = isinstance(value, Tensor) and value.shape == parameter_.shape
+            # Moments in their parameter's memory format: a fused step needs equal strides.
+            if same and value.stride() != parameter_.stride():
+                slots[slot] = torch.empty_like(parameter_, dtype=value.dtype).copy_(value)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Python's, NumPy's and torch's generators as integer tensors."""
+    version, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor(numpy[1].astype(np.int64)),
+        "numpy_place": torch.tensor([numpy[2], numpy[3]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy[4]], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def load_random(state: dict[str, Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    version, *words = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    place, has_gauss = state["numpy_place"].tolist()
+    numbers = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", numbers, place, has_gauss, state["numpy_gauss"].item()))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,75 @@
+"""Tasks: one file each. A task owns data, model, loss and metrics; the engine knows nothing else of it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from nearsight import recipes
+from nearsight.errors import UserError
+from nearsight.train.config import RunConfig, merge, nearest, parse_override, validate
+from nearsight.train.data.batches import Batches, Where
+
+__all__ = ["TASKS", "Note", "Task", "build_task", "config_from", "load_config"]
+
+Note = Callable[[str], None]
+
+# A new task is one line here: its module has `CONFIG` (a RunConfig class) and `TASK` (a Task class).
+TASKS: Mapping[str, str] = {"classify": "nearsight.train.tasks.classify"}
+
+
+class Task(Protocol):
+    """What the engine asks of a task; built by `TASK(config, where, note)`."""
+
+    config: Any
+    model: nn.Module
+    train: Batches
+    metric: str
+    larger_is_better: bool
+
+    def card(self) -> dict[str, Any]:
+        """Plain values from which `load_network` rebuilds the model without the data."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a training batch, and what the progress bar shows beside it."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Metrics over the evaluation split, reduced over the processes."""
+        ...
+
+
+def _module(task: Any) -> Any:
+    if task not in TASKS:
+        near = nearest(str(task), TASKS)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise UserError(f"task: got {task!r}, wanted one of {', '.join(TASKS)}.{hint}")
+    return importlib.import_module(TASKS[task])
+
+
+def config_from(keys: Mapping[str, Any], name: str) -> RunConfig:
+    """The typed config of whichever task the keys name."""
+    config: RunConfig = validate(_module(keys.get("task", "classify")).CONFIG, keys, name)
+    return config
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a recipe (a shipped name or a YAML file) with `key=value` overrides.
+
+    >>> load_config("digits/conv_nano", ["schedule.epochs=3"]).schedule.epochs
+    3
+    """
+    keys = recipes.resolve(recipe).keys
+    for override in overrides:
+        keys = merge(keys, parse_override(override))
+    return config_from(keys, recipe)
+
+
+def build_task(config: RunConfig, where: Where, note: Note) -> Task:
+    """Data and model of a config, on this process's device."""
+    task: Task = _module(config.task).TASK(config, where, note)
+    return task

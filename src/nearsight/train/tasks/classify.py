@@ -1,0 +1,201 @@
+"""Image classification: one label per image, cross-entropy, accuracy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import timm
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nearsight.errors import NearsightError, UserError
+from nearsight.train.config import ModelConfig, RunConfig, Section, nearest
+from nearsight.train.data.batches import Batch, Where, build_batches
+from nearsight.train.data.config import DataConfig
+from nearsight.train.data.sources import hold_out, open_source
+from nearsight.train.tasks import Note
+
+__all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network"]
+
+
+class LossConfig(Section):
+    name: Literal["cross_entropy", "bce"] = "cross_entropy"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    mixup: float = Field(default=0.0, ge=0, description="alpha of mixup's Beta distribution; 0: off")
+    cutmix: float = Field(default=0.0, ge=0)
+    mix_prob: float = Field(default=1.0, ge=0, le=1, description="share of batches mixed")
+    switch_prob: float = Field(default=0.5, ge=0, le=1, description="share of CutMix when both are on")
+    mix_off_epoch: int | None = Field(default=None, ge=0, description="no mixing from this epoch on")
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class ClassifyConfig(RunConfig):
+    data: DataConfig
+    loss: LossConfig = LossConfig()
+
+    def faults(self) -> list[str]:
+        found = super().faults() + self.data.faults()
+        if self.loss.mixes and self.data.batch_size % 2:
+            found.append(f"data.batch_size: got {self.data.batch_size} with mixing, wanted an even number")
+        return found
+
+
+def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:
+    """The timm model a config names, with its `num_classes` and `in_chans`, or a sentence."""
+    if not timm.is_model(config.name.partition(".")[0]):
+        near = nearest(config.name, timm.list_models())
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise UserError(f"model.name: timm has no model {config.name!r}.{hint}")
+    options = {**sizes, **config.options}
+    if config.drop:
+        options["drop_rate"] = config.drop
+    if config.drop_path is not None:
+        options["drop_path_rate"] = config.drop_path
+    try:
+        model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **options)
+    except NearsightError:
+        raise
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise UserError(f"model: {config.name} cannot be built with {options} ({error}).") from error
+    if config.bn_decay is not None:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.momentum = 1 - config.bn_decay
+    if config.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        except (AttributeError, AssertionError) as error:
+            raise UserError(f"model.grad_checkpointing: {config.name} does not offer it.") from error
+    return model
+
+
+class Classify:
+    """The classification task of a config."""
+
+    metric = "accuracy"
+    larger_is_better = True
+
+    def __init__(self, config: ClassifyConfig, where: Where, note: Note, *, evaluation_only: bool = False) -> None:
+        self.config, self.where = config, where
+        data = config.data
+        source = open_source(data)
+        self.source, self.classes = source, source.classes
+        train, evaluation = source.train, source.evaluation
+        if data.holdout:
+            if source.streamed:
+                raise UserError("data.holdout: a streamed source cannot be split; name a split in data.eval_split.")
+            train, evaluation = hold_out(source.train, data.holdout, config.train.seed)
+        elif evaluation is None:
+            raise UserError(
+                f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
+            )
+        shared: dict[str, Any] = {
+            "seed": config.train.seed,
+            "channels_last": config.model.channels_last,
+            "note": note,
+        }
+        if not evaluation_only:
+            self.train = build_batches(train, source, data, where, training=True, **shared)
+        self.evaluation = build_batches(evaluation, source, data, where, training=False, **shared)
+        self.model = create_network(config.model, **self.sizes())
+        self.mixup = self._mixup()
+        self.bad_files: set[str] = set()
+        self.note = note
+
+    def sizes(self) -> dict[str, int]:
+        return {"num_classes": len(self.classes), "in_chans": self.config.data.channels}
+
+    def _mixup(self) -> Any:
+        loss = self.config.loss
+        if not loss.mixes:
+            return None
+        from timm.data.mixup import Mixup
+
+        return Mixup(
+            mixup_alpha=loss.mixup,
+            cutmix_alpha=loss.cutmix,
+            prob=loss.mix_prob,
+            switch_prob=loss.switch_prob,
+            label_smoothing=loss.label_smoothing,
+            num_classes=len(self.classes),
+        )
+
+    def card(self) -> dict[str, Any]:
+        data = self.config.data
+        return {
+            "model": self.config.model.model_dump(mode="json"),
+            "sizes": self.sizes(),
+            "classes": self.classes,
+            "input": {
+                "image_size": data.image_size,
+                "channels": data.channels,
+                "crop_pct": data.crop_pct,
+                "interpolation": data.interpolation,
+                "mean": list(self.source.mean),
+                "std": list(self.source.std),
+            },
+        }
+
+    def loss(self, model: nn.Module, batch: Batch, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config.loss
+        self._report(batch)
+        images, targets = batch.images, batch.targets
+        smoothing = config.label_smoothing
+        if self.mixup is not None and (config.mix_off_epoch is None or epoch < config.mix_off_epoch):
+            images, targets = self.mixup(images, targets)
+            smoothing = 0.0  # the mixed targets are smoothed already
+        logits = model(images)
+        if config.name == "bce":
+            hot = targets if targets.dim() == 2 else F.one_hot(targets, logits.shape[1])
+            hot = hot.to(logits.dtype) * (1 - smoothing) + smoothing / logits.shape[1]
+            loss = F.binary_cross_entropy_with_logits(logits, hot)
+        else:
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        labels = targets.argmax(1) if targets.dim() == 2 else targets
+        return loss, {"accuracy": (logits.detach().argmax(1) == labels).float().mean()}
+
+    def _report(self, batch: Batch) -> None:
+        new = set(batch.bad) - self.bad_files
+        if new:
+            self.bad_files |= new
+            self.note(f"left out {', '.join(sorted(new))}: no image ({len(self.bad_files)} so far)")
+
+    @torch.inference_mode()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        from torchmetrics import MeanMetric, SumMetric
+        from torchmetrics.classification import MulticlassAccuracy
+
+        device, count = self.where.device, len(self.classes)
+
+        def accuracy(top: int) -> Any:
+            return MulticlassAccuracy(count, top_k=top, average="micro", validate_args=False).to(device)
+
+        metrics = {"accuracy": accuracy(1), **({"top5": accuracy(5)} if count > 10 else {})}
+        mean_loss, images = MeanMetric().to(device), SumMetric().to(device)
+        was_training = model.training
+        model.eval()
+        for batch in self.evaluation.epoch(0):
+            self._report(batch)
+            logits, targets = model(batch.images).float(), batch.targets
+            if batch.valid is not None:
+                logits, targets = logits[batch.valid], targets[batch.valid]
+            images.update(len(targets))
+            if len(targets):
+                mean_loss.update(F.cross_entropy(logits, targets, reduction="none"))
+                for metric in metrics.values():
+                    metric.update(logits, targets)
+        model.train(was_training)
+        return {
+            **{name: float(metric.compute()) for name, metric in metrics.items()},
+            "loss": float(mean_loss.compute()),
+            "images": float(images.compute()),
+        }
+
+
+CONFIG = ClassifyConfig
+TASK = Classify
