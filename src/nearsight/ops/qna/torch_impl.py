@@ -1,5 +1,147 @@
-"""QnA's aggregation without Triton."""
+"""QnA's aggregation without Triton: a registered operator around the planes, and its gradient, which computes them again."""
 
-from nearsight.ops.qna.reference import run
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.dispatch import full_precision
+from nearsight.ops.qna import export_form
+from nearsight.ops.qna.call import QnACall
+from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
 
 __all__ = ["run"]
+
+
+def run(call: QnACall) -> Tensor:
+    if torch.compiler.is_exporting():
+        return export_form.run(call)
+    return qna_planes(
+        call.scores,
+        call.values,
+        call.position_bias,
+        call.tap_scale,
+        call.key_mask,
+        list(call.window),
+        list(call.stride),
+        call.combine == "stack",
+    )
+
+
+@torch.library.custom_op("nearsight::qna_planes", mutates_args=())
+def qna_planes(
+    scores: Tensor,
+    values: Tensor,
+    position_bias: Tensor | None,
+    tap_scale: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    stride: list[int],
+    stack: bool,
+) -> Tensor:
+    out = _output(scores, values, stride, stack)
+    if out.numel() > 0:
+        with full_precision(values):
+            aggregate(_pieces(scores, values, position_bias, tap_scale, key_mask, window, stride, stack), out)
+    return out
+
+
+@torch.library.custom_op("nearsight::qna_planes_backward", mutates_args=())
+def qna_planes_backward(
+    grad: Tensor,
+    scores: Tensor,
+    values: Tensor,
+    position_bias: Tensor | None,
+    tap_scale: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    stride: list[int],
+    stack: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of scores, values, position_bias and tap_scale; empty for what was not given."""
+    inputs = (scores, values, position_bias, tap_scale)
+    if grad.numel() == 0:
+        return tuple(t.zero_() for t in _like_inputs(*inputs))  # type: ignore[return-value]
+    with full_precision(values):
+        pieces = _pieces(*inputs, key_mask, window, stride, stack)
+        found = aggregate_backward(pieces, grad, scores, values)
+    tables = [
+        values.new_empty(0) if table is None or gradient is None else gradient.view(table.shape).to(table.dtype)
+        for table, gradient in zip(inputs[2:], found[2:], strict=True)
+    ]
+    return found.scores, found.values, *tables  # type: ignore[return-value]
+
+
+@qna_planes.register_fake
+def _(
+    scores: Tensor,
+    values: Tensor,
+    position_bias: Tensor | None,
+    tap_scale: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    stride: list[int],
+    stack: bool,
+) -> Tensor:
+    return _output(scores, values, stride, stack)
+
+
+@qna_planes_backward.register_fake
+def _(
+    grad: Tensor, scores: Tensor, values: Tensor, position_bias: Tensor | None, tap_scale: Tensor | None, *rest: Any
+) -> Any:
+    return _like_inputs(scores, values, position_bias, tap_scale)
+
+
+def _output(scores: Tensor, values: Tensor, stride: list[int], stack: bool) -> Tensor:
+    batch, height, width, heads, dim = values.shape
+    size = (batch, -(-height // stride[0]), -(-width // stride[1]))
+    return values.new_empty(*size, *((scores.shape[3],) if stack else ()), heads, dim)
+
+
+def _like_inputs(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    first = inputs[0]
+    assert first is not None
+    return tuple(
+        first.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs
+    )
+
+
+def _pieces(
+    scores: Tensor,
+    values: Tensor,
+    position_bias: Tensor | None,
+    tap_scale: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    stride: list[int],
+    stack: bool,
+) -> Pieces:
+    dtype = torch.float64 if torch.float64 in (scores.dtype, values.dtype) else torch.float32
+    return Pieces(
+        scores,
+        values,
+        position_bias,
+        tap_scale,
+        key_mask,
+        (window[0], window[1]),
+        (stride[0], stride[1]),
+        stack,
+        dtype,
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grads = qna_planes_backward(grad, *tensors, *ctx.options)
+    return *(None if t is None else g for t, g in zip(tensors[:4], grads, strict=True)), *(None,) * 4
+
+
+qna_planes.register_autograd(_backward, setup_context=_setup_context)
