@@ -11,7 +11,7 @@ from torch import Tensor
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.triton_support import common_refusal, next_power_of_two
 
-__all__ = ["Geometry", "geometry", "refusal", "run"]
+__all__ = ["Geometry", "Problem", "geometry", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
 
 MAX_WINDOW = 15
 MAX_QUERIES = 16
@@ -89,8 +89,82 @@ def run(call: QnACall) -> Tensor:
     )[0]
 
 
-def _dense_inside(tensor: Tensor, inner: int) -> Tensor:
-    """The tensor itself where its last `inner` axes are dense, else a copy: the kernels take any stride of batch and pixel."""
+class Problem(NamedTuple):
+    """The tensors of a call as the kernels take them: channels dense, any stride of batch and pixel."""
+
+    scores: Tensor
+    values: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    key_mask: Tensor | None
+    window: Sequence[int]
+    stride: Sequence[int]
+    stack: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """H, W of the map and of the output."""
+        return _sizes(self.values, self.stride)
+
+    def geometry(self, kernel: str) -> Geometry:
+        heads, dim = self.values.shape[3:]
+        half = self.values.dtype != torch.float32
+        return geometry(kernel, heads, self.scores.shape[3], dim, self.window, self.stride, self.stack, half)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Scores, values, tables and mask; any tensor stands for an absent one."""
+        return (
+            self.scores,
+            self.values,
+            self.scores if self.bias is None else self.bias,
+            self.scores if self.scale is None else self.scale,
+            self.values if self.key_mask is None else self.key_mask.view(torch.uint8),
+        )
+
+    def strides(self) -> tuple[int, ...]:
+        mask = (0, 0, 0) if self.key_mask is None else self.key_mask.stride()
+        return (*self.scores.stride()[:3], *self.values.stride()[:3], *mask)
+
+    def constants(self, g: Geometry) -> dict[str, Any]:
+        heads, dim = self.values.shape[3:]
+        return {
+            "HEADS": heads,
+            "L": self.scores.shape[3],
+            "D": dim,
+            "DP": next_power_of_two(dim),
+            "KH": self.window[0],
+            "KW": self.window[1],
+            "SY": self.stride[0],
+            "SX": self.stride[1],
+            "BX": g.columns,
+            "HB": g.heads,
+            "ROWS": g.rows,
+            "UNROLL": g.unroll,
+            "BIASED": self.bias is not None,
+            "SCALED": self.scale is not None,
+            "MASKED": self.key_mask is not None,
+            "STACK": self.stack,
+            "num_warps": g.warps,
+            "enable_fp_fusion": True,
+        }
+
+
+def _problem(
+    scores: Tensor,
+    values: Tensor,
+    position_bias: Tensor | None,
+    tap_scale: Tensor | None,
+    key_mask: Tensor | None,
+    window: Sequence[int],
+    stride: Sequence[int],
+    stack: bool,
+) -> Problem:
+    tables = [table if table is None else table.contiguous() for table in (position_bias, tap_scale)]
+    return Problem(_dense(scores, 2), _dense(values, 2), tables[0], tables[1], key_mask, window, stride, stack)
+
+
+def _dense(tensor: Tensor, inner: int) -> Tensor:
+    """The tensor itself where its last `inner` axes are dense, else a copy."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape[-inner:]), reversed(tensor.stride()[-inner:]), strict=True):
         if size != 1 and stride != expected:
@@ -99,43 +173,69 @@ def _dense_inside(tensor: Tensor, inner: int) -> Tensor:
     return tensor
 
 
-def _pixel_strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1), tensor.stride(2))
-
-
-def _sizes(values: Tensor, stride: list[int]) -> tuple[int, int, int, int]:
+def _sizes(values: Tensor, stride: Sequence[int]) -> tuple[int, int, int, int]:
     height, width = values.shape[1:3]
     return height, width, -(-height // stride[0]), -(-width // stride[1])
 
 
-def _constants(g: Geometry, scores: Tensor, values: Tensor, window: list[int], stride: list[int]) -> dict[str, Any]:
-    heads, dim = values.shape[3:]
-    return {
-        "HEADS": heads,
-        "L": scores.shape[3],
-        "D": dim,
-        "DP": next_power_of_two(dim),
-        "KH": window[0],
-        "KW": window[1],
-        "SY": stride[0],
-        "SX": stride[1],
-        "BX": g.columns,
-        "HB": g.heads,
-        "ROWS": g.rows,
-        "UNROLL": g.unroll,
-        "num_warps": g.warps,
-        "enable_fp_fusion": True,
-    }
+def launch_forward(p: Problem, out: Tensor, lse: Tensor) -> None:
+    from nearsight.ops.qna import kernels
+
+    g = p.geometry("forward")
+    kernels.forward[_window_grid(p, g)](*p.tensors(), out, lse, *p.sizes, *p.strides(), **p.constants(g))
 
 
-def _empty_like_output(scores: Tensor, values: Tensor, stride: list[int], stack: bool) -> tuple[Tensor, Tensor]:
-    batch = values.shape[0]
-    _, _, out_height, out_width = _sizes(values, stride)
-    queries, heads, dim = scores.shape[3], values.shape[3], values.shape[4]
-    per_query = [queries] if stack else []
-    out = values.new_empty([batch, out_height, out_width, *per_query, heads, dim])
-    lse = values.new_empty([batch, out_height, out_width, queries, heads], dtype=torch.float32)
-    return out, lse
+def launch_delta(p: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> None:
+    from nearsight.ops.qna import kernels
+
+    g = p.geometry("delta")
+    kernels.backward_delta[_window_grid(p, g)](
+        *p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), *grad.stride()[:3], **p.constants(g)
+    )
+
+
+def launch_backward(
+    p: Problem, grad: Tensor, lse: Tensor, delta: Tensor, dscores: Tensor, dvalues: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill dscores and dvalues; return each program's sums for the tables, [programs, kh, kw, L, heads]."""
+    from nearsight.ops.qna import kernels
+
+    g = p.geometry("backward")
+    (batch, height, width, heads), (kh, _), (sy, sx) = p.values.shape[:4], p.window, p.stride
+    tile_rows = -(-height // (g.rows * g.steps))
+    programs = batch * tile_rows * -(-width // (g.columns * sx)) * sx
+    # With a stride along x a program meets only the taps of its phase; the others must read as zero.
+    new = p.values.new_empty if sx == 1 else p.values.new_zeros
+    sums = [None if t is None else new([programs, *t.shape], dtype=torch.float32) for t in (p.bias, p.scale)]
+    # The rows of windows that see a tile begin this far above its first row's.
+    first = -(-((kh - 1) // 2 - kh + 1) // sy)
+    last = (g.rows - 1 + (kh - 1) // 2) // sy
+    kernels.backward[(programs * -(-heads // g.heads), 1, 1)](
+        *p.tensors(),
+        grad,
+        lse,
+        delta,
+        dscores,
+        dvalues,
+        *[delta if each is None else each for each in sums],
+        *p.sizes,
+        tile_rows,
+        *p.strides(),
+        *grad.stride()[:3],
+        STEPS=g.steps,
+        QLOW=first,
+        QROWS=last - first + 1,
+        WANT_BIAS=p.bias is not None,
+        WANT_SCALE=p.scale is not None,
+        **p.constants(g),
+    )
+    return sums[0], sums[1]
+
+
+def _window_grid(p: Problem, g: Geometry) -> tuple[int, int, int]:
+    _, _, out_height, out_width = p.sizes
+    batch, heads = p.values.shape[0], p.values.shape[3]
+    return batch * -(-out_height // g.rows) * -(-out_width // g.columns) * -(-heads // g.heads), 1, 1
 
 
 @torch.library.custom_op("nearsight::qna_triton", mutates_args=())
@@ -150,50 +250,14 @@ def _forward(
     stack: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp (base 2) of every window, query and head."""
-    from nearsight.ops.qna import kernels
-
-    scores, values = _dense_inside(scores, 2), _dense_inside(values, 2)
-    out, lse = _empty_like_output(scores, values, stride, stack)
-    if out.numel() == 0:
-        return out, lse
-    height, width, out_height, out_width = _sizes(values, stride)
-    heads, dim = values.shape[3:]
-    g = geometry("forward", heads, scores.shape[3], dim, window, stride, stack, values.dtype != torch.float32)
-    grid = (
-        values.shape[0] * -(-out_height // g.rows) * -(-out_width // g.columns) * -(-heads // g.heads),
-        1,
-        1,
-    )
-    kernels.forward[grid](
-        scores,
-        values,
-        _dense_table(position_bias, scores),
-        _dense_table(tap_scale, scores),
-        values if key_mask is None else key_mask.view(torch.uint8),
-        out,
-        lse,
-        height,
-        width,
-        out_height,
-        out_width,
-        *_pixel_strides(scores),
-        *_pixel_strides(values),
-        *_pixel_strides(key_mask),
-        BIASED=position_bias is not None,
-        SCALED=tap_scale is not None,
-        MASKED=key_mask is not None,
-        STACK=stack,
-        **_constants(g, scores, values, window, stride),
-    )
+    out, lse = _empty_outputs(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
+    if out.numel():
+        launch_forward(_problem(scores, values, position_bias, tap_scale, key_mask, window, stride, stack), out, lse)
     return out, lse
 
 
-def _dense_table(table: Tensor | None, placeholder: Tensor) -> Tensor:
-    return placeholder if table is None else table.contiguous()
-
-
 @_forward.register_fake
-def _(
+def _empty_outputs(
     scores: Tensor,
     values: Tensor,
     position_bias: Tensor | None,
@@ -203,7 +267,11 @@ def _(
     stride: list[int],
     stack: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_like_output(scores, values, stride, stack)
+    (batch, _, _, queries, heads), dim = scores.shape, values.shape[4]
+    _, _, out_height, out_width = _sizes(values, stride)
+    per_query = [queries] if stack else []
+    out = values.new_empty([batch, out_height, out_width, *per_query, heads, dim])
+    return out, values.new_empty([batch, out_height, out_width, queries, heads], dtype=torch.float32)
 
 
 @torch.library.custom_op("nearsight::qna_triton_backward", mutates_args=())
@@ -220,102 +288,24 @@ def _backward(
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of scores, values, position_bias and tap_scale; an absent table's is empty."""
-    from nearsight.ops.qna import kernels
-
-    scores, values = _dense_inside(scores, 2), _dense_inside(values, 2)
-    grad = _dense_inside(grad, 3 if stack else 2)
-    dscores, dvalues, dbias, dscale = _empty_gradients(scores, values, position_bias, tap_scale)
+    gradients = _empty_gradients(grad, scores, values, position_bias, tap_scale, key_mask, lse, window, stride, stack)
+    dscores, dvalues, dbias, dscale = gradients
     if values.numel() == 0:
         return dscores, dvalues, dbias.zero_(), dscale.zero_()
-    batch, (height, width, out_height, out_width) = values.shape[0], _sizes(values, stride)
-    queries, heads, dim = scores.shape[3], values.shape[3], values.shape[4]
-    half = values.dtype != torch.float32
-    shared = (
-        scores,
-        values,
-        _dense_table(position_bias, scores),
-        _dense_table(tap_scale, scores),
-        values if key_mask is None else key_mask.view(torch.uint8),
-        grad,
-        lse,
-    )
-    strides = (
-        *_pixel_strides(scores),
-        *_pixel_strides(values),
-        *_pixel_strides(key_mask),
-        *_pixel_strides(grad),
-    )
-    flags = {
-        "BIASED": position_bias is not None,
-        "SCALED": tap_scale is not None,
-        "MASKED": key_mask is not None,
-        "STACK": stack,
-    }
+    problem = _problem(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
+    grad = _dense(grad, 3 if stack else 2)
     delta = torch.empty_like(lse)
-    g = geometry("delta", heads, queries, dim, window, stride, stack, half)
-    grid = (batch * -(-out_height // g.rows) * -(-out_width // g.columns) * -(-heads // g.heads), 1, 1)
-    kernels.backward_delta[grid](
-        *shared,
-        delta,
-        height,
-        width,
-        out_height,
-        out_width,
-        *strides,
-        **flags,
-        **_constants(g, scores, values, window, stride),
-    )
-
-    g = geometry("backward", heads, queries, dim, window, stride, stack, half)
-    tile_rows = -(-height // (g.rows * g.steps))
-    programs = batch * tile_rows * -(-width // (g.columns * stride[1])) * stride[1]
-    # With a stride along x a program meets only the taps of its phase; the others must read as zero.
-    new = values.new_empty if stride[1] == 1 else values.new_zeros
-    tables = [None if t is None else new([programs, *t.shape], dtype=torch.float32) for t in (position_bias, tap_scale)]
-    top = (window[0] - 1) // 2
-    first = -(-(top - window[0] + 1) // stride[0])
-    last = (g.rows - 1 + top) // stride[0]
-    kernels.backward[(programs * -(-heads // g.heads), 1, 1)](
-        *shared,
-        delta,
-        dscores,
-        dvalues,
-        delta if tables[0] is None else tables[0],
-        delta if tables[1] is None else tables[1],
-        height,
-        width,
-        out_height,
-        out_width,
-        tile_rows,
-        *strides,
-        STEPS=g.steps,
-        QLOW=first,
-        QROWS=last - first + 1,
-        WANT_BIAS=position_bias is not None,
-        WANT_SCALE=tap_scale is not None,
-        **flags,
-        **_constants(g, scores, values, window, stride),
-    )
-    if tables[0] is not None:
-        dbias = tables[0].sum(0).to(dbias.dtype)
-    if tables[1] is not None:
-        dscale = tables[1].sum(0).to(dscale.dtype)
+    launch_delta(problem, grad, lse, delta)
+    bias_sums, scale_sums = launch_backward(problem, grad, lse, delta, dscores, dvalues)
+    if bias_sums is not None:
+        dbias = bias_sums.sum(0).to(dbias.dtype)
+    if scale_sums is not None:
+        dscale = scale_sums.sum(0).to(dscale.dtype)
     return dscores, dvalues, dbias, dscale
 
 
-def _empty_gradients(
-    scores: Tensor, values: Tensor, position_bias: Tensor | None, tap_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        scores.new_empty(scores.shape),
-        values.new_empty(values.shape),
-        values.new_empty([0]) if position_bias is None else position_bias.new_empty(position_bias.shape),
-        values.new_empty([0]) if tap_scale is None else tap_scale.new_empty(tap_scale.shape),
-    )
-
-
 @_backward.register_fake
-def _(
+def _empty_gradients(
     grad: Tensor,
     scores: Tensor,
     values: Tensor,
@@ -327,26 +317,29 @@ def _(
     stride: list[int],
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(scores, values, position_bias, tap_scale)
+    return (
+        scores.new_empty(scores.shape),
+        values.new_empty(values.shape),
+        values.new_empty([0]) if position_bias is None else position_bias.new_empty(position_bias.shape),
+        values.new_empty([0]) if tap_scale is None else tap_scale.new_empty(tap_scale.shape),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    scores, values, position_bias, tap_scale, key_mask, window, stride, stack = inputs
-    ctx.save_for_backward(scores, values, position_bias, tap_scale, key_mask, output[1])
+    *tensors, window, stride, stack = inputs
+    ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.options = (window, stride, stack)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    scores, values, position_bias, tap_scale, key_mask, lse = ctx.saved_tensors
-    dscores, dvalues, dbias, dscale = _backward(
-        grad, scores, values, position_bias, tap_scale, key_mask, lse, *ctx.options
-    )
+    scores, values, bias, scale, key_mask, lse = ctx.saved_tensors
+    dscores, dvalues, dbias, dscale = _backward(grad, scores, values, bias, scale, key_mask, lse, *ctx.options)
     return (
         dscores,
         dvalues,
-        None if position_bias is None else dbias,
-        None if tap_scale is None else dscale,
+        None if bias is None else dbias,
+        None if scale is None else dscale,
         None,
         None,
         None,
