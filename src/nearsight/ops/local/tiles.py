@@ -19,8 +19,9 @@ __all__ = ["Gradients", "Plan", "Tiles", "make_plan"]
 
 # Finite, so that a query with nothing to attend to gives a number, replaced by 0, and not NaN. Sums of a few fit float32.
 MASKED = -1e30
-# What starting the operations of one tile costs, in logits.
+# What starting the operations of one tile costs, in logits, and how many queries a product needs to run at half its speed.
 TILE_COST = 20_000
+HALF_SPEED = 20
 
 
 class Plan(NamedTuple):
@@ -47,7 +48,7 @@ def make_plan(
 ) -> Plan:
     """The cut with the least work, among those that hold about `budget` logits at once."""
     best, plan = float("inf"), Plan(1, 1, 1)
-    for columns in sorted({min(c, width) for c in (4, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)} | {min(width, 64)}):
+    for columns in sorted({min(c, width) for c in (7, 8, 10, 12, 14, 16, 20, 24, 28, 32)}):
         count = -(-width // columns)
         keys_across = columns + window[1] - 1 if zeros or count > 1 else width
         for rows in sorted({min(r, height) for r in (1, 2, 3, 4, 6, 8, 12, 16, 32)}):
@@ -55,7 +56,8 @@ def make_plan(
             each = heads * count * columns * rows * keys_across * keys_down
             images = max(1, min(batch, budget // each))
             tiles = -(-batch // images) * -(-height // rows)
-            work = tiles * (images * each + TILE_COST + max(0, each - budget))
+            speed = rows * columns / (rows * columns + HALF_SPEED)
+            work = tiles * (images * each / speed + TILE_COST + max(0, each - budget))
             if work < best:
                 best, plan = work, Plan(rows, columns, images)
     return plan
