@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearsight.layers.common import pool_mask, zero_masked
 
-__all__ = ["default_cfg", "global_pool_valid", "shrink_mask", "zero_masked"]
+__all__ = ["cifar_cfg", "default_cfg", "global_pool_valid", "nano_cfg", "shrink_mask", "zero_masked"]
 
 
 def shrink_mask(key_mask: Tensor | None, stride: int) -> Tensor | None:
@@ -59,3 +59,21 @@ def default_cfg(**overrides: Any) -> dict[str, Any]:
         "std": IMAGENET_DEFAULT_STD,
         **overrides,
     }
+
+
+def cifar_cfg(**overrides: Any) -> dict[str, Any]:
+    """A pretrained_cfg for a 32 px CIFAR-100 classifier without weights."""
+    return default_cfg(
+        **{"input_size": (3, 32, 32), "pool_size": (4, 4), "num_classes": 100, "crop_pct": 1.0, **overrides}
+    )
+
+
+def nano_cfg(**overrides: Any) -> dict[str, Any]:
+    """A pretrained_cfg for the small networks: ten classes, images from 8 px on."""
+    small: dict[str, Any] = {
+        "num_classes": 10,
+        "min_input_size": (3, 8, 8),
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+    }
+    return cifar_cfg(**{**small, **overrides})
