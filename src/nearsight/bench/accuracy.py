@@ -19,12 +19,17 @@ Function = Callable[..., Tensor]
 
 
 def output_and_gradients(run: Function, inputs: Tensors, upstream: Tensor) -> dict[str, Tensor]:
-    """The output of `run(**inputs)` and the gradient of every floating-point input, on fresh leaves."""
+    """The output of `run(**inputs)` and the gradient of every floating-point input, on fresh leaves.
+
+    The output alone where it has another shape than `upstream`: whoever compares it says so.
+    """
     leaves = {
         name: t.detach().clone().requires_grad_() if t is not None and t.dtype.is_floating_point else t
         for name, t in inputs.items()
     }
     out = run(**leaves)
+    if out.shape != upstream.shape:
+        return {"output": out.detach()}
     wanted = {n: t for n, t in leaves.items() if t is not None and t.requires_grad}
     gradients = torch.autograd.grad(out, list(wanted.values()), upstream.to(out.dtype).to(out.device))
     return {"output": out.detach(), **{f"gradient of {n}": g for n, g in zip(wanted, gradients, strict=True)}}

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-__all__ = ["Contender", "Contest", "RefusedError", "Runner"]
+__all__ = ["Contender", "Contest", "RefusedError", "Runner", "random_source"]
 
 
 class RefusedError(Exception):
     """A contender cannot run this shape; the text says why."""
+
+
+def random_source(device: torch.device) -> Callable[..., Tensor]:
+    """`draw(*sizes, dtype=…, std=1)`: normal numbers from a generator of its own.
+
+    The default generator of a GPU refuses to work once the capture of a graph has failed.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int, dtype: torch.dtype, std: float = 1.0) -> Tensor:
+        return (torch.randn(*sizes, generator=generator, device=device) * std).to(dtype)
+
+    return draw
 
 
 @dataclass(frozen=True)

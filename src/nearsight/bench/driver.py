@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearsight.bench import memory
-from nearsight.bench.contest import Contender, Contest, RefusedError, Runner
+from nearsight.bench.contest import Contender, Contest, RefusedError, Runner, random_source
 from nearsight.bench.timing import Effort, Timing, time_on_cpu, time_on_cuda
 
 __all__ = ["FULL", "QUICK", "Clock", "Result", "add_ratios", "clock", "guard", "run_contests", "wanted"]
@@ -217,7 +217,7 @@ def _steps(runner: Runner) -> dict[str, Callable[[], object]]:
     def both() -> object:
         out = runner.forward()
         if not upstream:
-            upstream.append(torch.randn_like(out.detach()))
+            upstream.append(torch.empty_like(out).copy_(random_source(out.device)(*out.shape, dtype=out.dtype)))
         return torch.autograd.grad(out, runner.leaves, upstream[0])
 
     both()

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nearsight import AttentionStem2d, LocalAttention2d, QnA2d
+from nearsight import (
+    AttentionAugmentedConv2d,
+    AttentionStem2d,
+    ExplicitAugmentedConv2d,
+    LocalAttention2d,
+    QnA2d,
+)
 from nearsight.bench.accuracy import find_fault
-from nearsight.bench.contest import Contender, Contest, Runner
+from nearsight.bench.contest import Contender, Contest, Runner, random_source
 from nearsight.bench.ops import LOCAL, LOCAL_CPU, QNA, QNA_CPU, OpShape
 
 __all__ = ["layer_contest", "layer_contests"]
@@ -42,6 +48,15 @@ def _qna(shape: OpShape, backend: str | None) -> nn.Module:
     return QnA2d(shape.channels, shape.channels, shape.window, num_heads=shape.heads, tap_scale="ones", backend=backend)
 
 
+def _explicit_augmented(shape: OpShape, backend: str | None) -> nn.Module:
+    return ExplicitAugmentedConv2d(shape.channels, shape.channels, 3, bias=False, backend=backend)
+
+
+def _attention_augmented(shape: OpShape, backend: str | None) -> nn.Module:
+    size = (shape.height, shape.width)
+    return AttentionAugmentedConv2d(shape.channels, shape.channels, 3, feature_size=size, bias=False)
+
+
 def _stem(shape: OpShape, backend: str | None) -> nn.Module:
     return nn.Sequential(AttentionStem2d(3, shape.channels), nn.MaxPool2d(4, 4, ceil_mode=True))
 
@@ -52,6 +67,8 @@ def _conv_stem(shape: OpShape) -> nn.Module:
     )
 
 
+AUGMENTED = (OpShape(28, 28, 128), OpShape(14, 14, 256), OpShape(7, 7, 512))
+AUGMENTED_CPU = (OpShape(14, 14, 256),)
 STEM = (OpShape(224, 224, 64),)
 STEM_CPU = (OpShape(64, 64, 64),)
 
@@ -70,6 +87,8 @@ class Entry(NamedTuple):
 LAYERS = (
     Entry("LocalAttention2d", _local, {"conv 3x3": _conv}, LOCAL, LOCAL_CPU),
     Entry("QnA2d", _qna, {"separable conv": _separable, "conv 3x3": _conv}, QNA, QNA_CPU),
+    Entry("ExplicitAugmentedConv2d", _explicit_augmented, {"conv 3x3": _conv}, AUGMENTED, AUGMENTED_CPU),
+    Entry("AttentionAugmentedConv2d", _attention_augmented, {"conv 3x3": _conv}, AUGMENTED, AUGMENTED_CPU),
     Entry("AttentionStem2d", _stem, {"conv 7x7 + pool": _conv_stem}, STEM, STEM_CPU, in_channels=3),
 )
 
@@ -94,7 +113,7 @@ def layer_contest(entry: Entry, shape: OpShape, batch: int, device: torch.device
     torch.manual_seed(0)
     layer = entry.make(shape, None).to(device)
     channels = entry.in_channels or shape.channels
-    x = torch.randn(batch, channels, shape.height, shape.width, device=device).to(dtype)
+    x = random_source(device)(batch, channels, shape.height, shape.width, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
 
     def autocast() -> AbstractContextManager[object]:

@@ -59,7 +59,7 @@ def _cpu(call: Callable[[], object]) -> int:
 
 
 def free(device: torch.device) -> None:
-    """Give back what nobody holds any more, so that the next contender finds the memory the last one had."""
-    gc.collect()
+    """Give a GPU's memory that nobody holds any more back, so that the next contender finds what the last one had."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

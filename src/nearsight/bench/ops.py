@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearsight import ops
 from nearsight.bench.accuracy import find_fault, find_gross_fault
-from nearsight.bench.contest import Contender, Contest, RefusedError, Runner
+from nearsight.bench.contest import Contender, Contest, RefusedError, Runner, random_source
 from nearsight.bench.peers.convolution import convolution_runners
 from nearsight.bench.peers.explicit import dense_gaussian
 from nearsight.bench.peers.local import flex_local, unfold_local
@@ -153,15 +153,6 @@ def _poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def _random(device: torch.device) -> Callable[..., Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*sizes: int, dtype: torch.dtype, std: float = 1.0) -> Tensor:
-        return (torch.randn(*sizes, generator=generator, device=device) * std).to(dtype)
-
-    return draw
-
-
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -172,7 +163,7 @@ def local_contest(
     """Local attention with relative positions against unfolded windows, FlexAttention and the 3×3 convolution."""
     height, width, channels, heads, window = shape
     dim = channels // heads
-    draw = _random(device)
+    draw = random_source(device)
     inputs = {
         "q": draw(batch, height, width, heads, dim, dtype=dtype, std=dim**-0.5),
         "k": draw(batch, height, width, heads, dim, dtype=dtype),
@@ -224,7 +215,7 @@ def qna_contest(
 ) -> Contest:
     """QnA's aggregation, two queries, against a depthwise convolution and the released code's unsafe form."""
     height, width, channels, heads, window = shape
-    draw = _random(device)
+    draw = random_source(device)
     inputs = {
         "scores": draw(batch, height, width, QUERIES, heads, dtype=dtype),
         "values": draw(batch, height, width, heads, channels // heads, dtype=dtype),
@@ -263,7 +254,7 @@ def explicit_contest(
 ) -> Contest:
     """Gaussian explicit attention, with the gradient to its radius, against the dense HW×HW map."""
     height, width, channels = shape[:3]
-    draw = _random(device)
+    draw = random_source(device)
     inputs = {
         "values": draw(batch, height, width, channels, dtype=dtype),
         "radius": torch.tensor(RADIUS, device=device),

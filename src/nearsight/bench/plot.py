@@ -54,20 +54,27 @@ def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> N
     for place, result in enumerate(timed):
         colour = OURS if result.ours else PEERS[0]
         eager, compiled = result.eager_images_s or 0.0, result.compiled_images_s or 0.0
-        axis.barh(place - 0.2, compiled, 0.38, color=colour, label="compiled" if place == 0 and compiled else None)
-        axis.barh(place + 0.2, eager, 0.38, color=colour, alpha=0.5, label="eager" if place == 0 else None)
+        if compiled:
+            axis.barh(place, compiled, 0.75, color=colour)
+        # The plain run inside the compiled one's bar; alone, it is the bar.
+        axis.barh(
+            place,
+            eager,
+            0.3 if compiled else 0.75,
+            color="black" if compiled else colour,
+            alpha=0.35 if compiled else 1,
+        )
         ratio = result.compiled_over_peer or result.eager_over_peer
         best = max(eager, compiled)
-        axis.text(
-            best, place, f" {best:.0f}" + (f" ({ratio:.2f}× {result.peer})" if ratio else ""), va="center", fontsize=7
-        )
+        note = f" {best:.3g}" if best < 100 else f" {best:.0f}"
+        axis.text(best, place, note + (f" ({ratio:.2f}× {result.peer})" if ratio else ""), va="center", fontsize=7)
     axis.set_yticks(range(len(timed)), [r.network for r in timed], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.4 * max(max(r.eager_images_s or 0, r.compiled_images_s or 0) for r in timed))
-    axis.set_xlabel("training images per second")
-    axis.set_title(title, fontsize=8)
+    compiled_any = any(r.compiled_images_s for r in timed)
+    axis.set_xlabel("training images per second" + (", compiled (dark bar inside: eager)" if compiled_any else ""))
+    figure.suptitle(title, fontsize=7)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7, frameon=False, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

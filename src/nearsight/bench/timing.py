@@ -9,7 +9,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -55,14 +56,26 @@ def time_on_cpu(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
         once[name] = time.perf_counter() - start
     samples: dict[str, list[float]] = {name: [] for name in steps}
     wanted = {n: min(effort.most, max(effort.least, round(effort.seconds / max(t, 1e-7)))) for n, t in once.items()}
-    gc.collect()
-    while any(len(samples[name]) < wanted[name] for name in steps):
-        for name, step in steps.items():
-            if len(samples[name]) < wanted[name]:
-                start = time.perf_counter()
-                step()
-                samples[name].append((time.perf_counter() - start) * 1e3)
+    with _without_collector():
+        while any(len(samples[name]) < wanted[name] for name in steps):
+            for name, step in steps.items():
+                if len(samples[name]) < wanted[name]:
+                    start = time.perf_counter()
+                    step()
+                    samples[name].append((time.perf_counter() - start) * 1e3)
     return {name: Timing(*_median(taken), len(taken)) for name, taken in samples.items()}
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector would run in some step and count as its time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def time_on_cuda(step: Step, effort: Effort) -> Timing:
@@ -72,7 +85,7 @@ def time_on_cuda(step: Step, effort: Effort) -> Timing:
     torch.cuda.synchronize()
     eager, eager_spread, repeats = _launched(step, effort)
     # Several calls in one graph: a graph of a few microseconds would time its own launch.
-    calls = min(20, max(1, round(0.5 / eager)))
+    calls = min(20, max(1, round(4 / eager)))
     try:
         graph = _capture(step, calls)
     except Exception as error:
@@ -126,7 +139,7 @@ def launched_ms(step: Step, effort: Effort) -> tuple[float, float]:
 
 def copy_bandwidth(device: torch.device, effort: Effort) -> float:
     """Bytes per second of a large copy on `device`, counting those read and those written."""
-    size = 2**31 if device.type == "cuda" else 2**28
+    size = 2**31 if device.type == "cuda" else 2**27
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
 

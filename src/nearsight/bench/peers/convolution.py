@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nearsight.bench.contest import Runner
+from nearsight.bench.contest import Runner, random_source
 
 __all__ = ["convolution_runners"]
 
@@ -17,11 +17,12 @@ def convolution_runners(values: Tensor, channels: int, kernel: int, *, depthwise
     """A k×k convolution of a map [B, H, W, …] with as many channels out as in: NCHW and channels-last."""
     batch, height, width = values.shape[:3]
     groups = channels if depthwise else 1
+    draw = random_source(values.device)
     runners = []
     for name, layout in (("NCHW", torch.contiguous_format), ("channels-last", torch.channels_last)):
-        x = torch.randn(batch, channels, height, width, device=values.device, dtype=values.dtype)
-        weight = torch.randn(channels, channels // groups, kernel, kernel, device=values.device, dtype=values.dtype)
-        weight = weight * (kernel * kernel * channels // groups) ** -0.5
+        x = draw(batch, channels, height, width, dtype=values.dtype)
+        fan_in = kernel * kernel * channels // groups
+        weight = draw(channels, channels // groups, kernel, kernel, dtype=values.dtype, std=fan_in**-0.5)
         leaves = [t.to(memory_format=layout).detach().requires_grad_() for t in (x, weight)]
 
         def forward(x: Tensor = leaves[0], weight: Tensor = leaves[1]) -> Tensor:

@@ -65,8 +65,9 @@ def flex_local(
     def with_positions(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor) -> Tensor:
         query = tokens(q)
         half = query.shape[-1] // 2
-        rows = torch.matmul(query[..., :half], rel_row.t())
-        columns = torch.matmul(query[..., half:], rel_col.t())
+        # Float32: their gradients are summed by atomic additions.
+        rows = torch.matmul(query[..., :half], rel_row.t()).float()
+        columns = torch.matmul(query[..., half:], rel_col.t()).float()
 
         def add_position(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             dy = (j // width - i // width + reach).clamp(0, window - 1)

@@ -1,0 +1,61 @@
+"""Times are medians of the wanted number of repetitions."""
+
+import time
+
+import pytest
+import torch
+
+from nearsight.bench.timing import Effort, copy_bandwidth, time_on_cpu
+
+
+def test_a_sleep_takes_as_long_as_it_takes():
+    timings = time_on_cpu(
+        {"long": lambda: time.sleep(0.05), "short": lambda: time.sleep(0.005)}, Effort(0.06, least=3, most=5)
+    )
+    assert 49 < timings["long"].ms < 1000
+    assert 4.9 < timings["short"].ms < timings["long"].ms
+    assert timings["long"].repeats == 3
+    assert timings["short"].repeats == 5
+
+
+def test_a_slow_start_does_not_count():
+    calls = []
+
+    def step():
+        calls.append(None)
+        time.sleep(0.1 if len(calls) == 1 else 0.001)
+
+    timing = time_on_cpu({"step": step}, Effort(0.01, least=5, most=5))["step"]
+    assert timing.ms < 50
+    assert len(calls) == 7  # one to warm up, one to learn the duration, five that count
+
+
+def test_the_contenders_take_turns():
+    order = []
+    time_on_cpu({name: lambda name=name: order.append(name) for name in "ab"}, Effort(0, least=3, most=3))
+    assert "".join(order[4:]) == "ababab"
+
+
+def test_bandwidth_is_that_of_a_machine():
+    assert 1e8 < copy_bandwidth(torch.device("cpu"), Effort(0, least=1, most=1)) < 1e13
+
+
+@pytest.mark.gpu
+def test_a_graph_replay_is_no_slower_than_launches():
+    from nearsight.bench.timing import time_on_cuda
+
+    x = torch.randn(64, 64, device="cuda")
+    timing = time_on_cuda(lambda: (x @ x).relu().sin(), Effort(0.02, least=10, most=50))
+    assert 0 < timing.ms <= 1.1 * timing.eager_ms
+    assert timing.note is None
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_timed_as_it_is():
+    from nearsight.bench.timing import time_on_cuda
+
+    x = torch.randn(64, 64, device="cuda")
+    timing = time_on_cuda(lambda: float(x.sum()), Effort(0.02, least=10, most=50))
+    assert timing.ms == timing.eager_ms
+    assert timing.note.startswith("launched eagerly: cannot be captured (")
+    assert torch.isfinite((x @ x).sum())

@@ -1,0 +1,116 @@
+import csv
+import json
+
+import pytest
+
+from nearsight.bench import layers, models, ops
+from nearsight.bench.ops import OpShape
+from nearsight.cli import main
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The suites on maps of a few pixels."""
+    local, qna, explicit = OpShape(6, 5, 16, 2, 3), OpShape(5, 6, 16, 4, 3), OpShape(6, 5, 8)
+    monkeypatch.setattr(ops, "LOCAL_CPU", (local,))
+    monkeypatch.setattr(ops, "QNA_CPU", (qna,))
+    monkeypatch.setattr(ops, "EXPLICIT_CPU", (explicit,))
+    shapes = {"LocalAttention2d": local, "QnA2d": qna, "AttentionStem2d": OpShape(9, 7, 16)}
+    entries = [e._replace(on_cpu=(shapes.get(e.subject, OpShape(6, 5, 16)),)) for e in layers.LAYERS]
+    monkeypatch.setattr(layers, "LAYERS", tuple(entries))
+    monkeypatch.setattr(models, "NETWORKS", {"resnet_nano": None, "qna_vit_nano": "resnet_nano"})
+
+
+def bench(*words):
+    return main(["bench", *words, "--device", "cpu", "--quick", "--batch", "3"])
+
+
+def test_ops(tiny, capsys, tmp_path):
+    files = [tmp_path / name for name in ("x.csv", "x.json", "x.png")]
+    assert bench("ops", "--csv", str(files[0]), "--json", str(files[1]), "--plot", str(files[2])) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "local_attention 6x5x16",
+        "qna 5x6x16",
+        "explicit_attention 6x5x8",
+        "unfold",
+        "depthwise",
+        "dense map",
+    ):
+        assert word in out
+    assert "wrong" not in out
+    with files[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {k: "" if v is None else str(v) for k, v in row.items()} for row in json.loads(files[1].read_text())
+    ]
+    assert {row["batch"] for row in rows} == {"3"}
+    assert all(row["commit"] and row["date"] and row["machine"] and row["torch"] for row in rows)
+    timed = [row for row in rows if row["status"] == "ok"]
+    assert all(float(row[column]) > 0 for row in timed for column in ("forward_ms", "total_ms", "total_bytes"))
+    assert files[2].stat().st_size > 5000
+
+
+def test_layers(tiny, capsys):
+    assert bench("layers") == 0
+    out = capsys.readouterr().out
+    for entry in layers.LAYERS:
+        assert f"nearsight {entry.subject}" in out
+    assert "wrong" not in out
+    assert "failed" not in out
+
+
+def test_models(tiny, capsys, tmp_path):
+    file = tmp_path / "m.json"
+    assert bench("models", "--size", "16", "--json", str(file), "--plot", str(tmp_path / "m.svg")) == 0
+    assert "qna_vit_nano" in capsys.readouterr().out
+    peer, ours = json.loads(file.read_text())
+    assert (peer["suite"], peer["size"], peer["batch"]) == ("models", 16, 3)
+    assert ours["eager_over_peer"] > 0
+
+
+def test_a_filter_leaves_the_rest_out(tiny, capsys):
+    assert bench("ops", "--filter", "explicit dense") == 0
+    out = capsys.readouterr().out
+    assert "dense map" in out
+    assert "nearsight torch" in out, "what the ratio is formed with stays"
+    assert "local_attention" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["ops", "--filter", "natten"],
+            "nothing matches --filter 'natten'; all words of a filter must occur in a name",
+        ),
+        (["models", "--filter", "vgg"], "nothing matches --filter 'vgg'"),
+        (["ops", "--device", "tpu"], "got --device 'tpu', wanted cpu or cuda."),
+        (["ops", "--dtype", "int8"], "got --dtype 'int8', wanted one of float32, bfloat16, float16."),
+        (["nets"], "'nets' is not one of 'ops', 'layers', 'models'"),
+        (["ops", "--batch", "0"], "--batch"),
+    ],
+)
+def test_a_mistake_is_one_line(tiny, capsys, words, line):
+    assert main(["bench", *words]) == 2
+    captured = capsys.readouterr()
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_no_cuda_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "ops", "--device", "cuda"]) == 2
+    assert "torch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_file(tiny, capsys, tmp_path):
+    assert bench("ops", "--csv", str(tmp_path)) == 2
+    assert "wanted the name of a file to write" in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys):
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "nearsight bench ops --quick --filter local" in out
