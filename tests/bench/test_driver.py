@@ -41,7 +41,7 @@ def times(result):
     ("build", "shape", "names"),
     [
         (local_contest, LOCAL, {"nearsight torch", "conv 3x3", "unfold"}),
-        (qna_contest, QNA, {"nearsight torch", "depthwise conv 3x3", "eager, unsafe"}),
+        (qna_contest, QNA, {"nearsight torch", "depthwise conv", "eager, unsafe"}),
         (explicit_contest, EXPLICIT, {"nearsight torch", "dense map"}),
     ],
 )

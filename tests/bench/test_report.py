@@ -100,6 +100,12 @@ def test_many_contenders_become_one_row_per_shape():
     assert sum("12.5 (5.00) [0.10]" in line for line in text.splitlines()) == 9
     assert sum("0.250" in line for line in text.splitlines()) == 9
     assert "not timed" in text
+    assert "ms forward+backward (forward) [ours ÷ it]" in text
+    many[0].total_eager_ms = 7.5
+    many[2].note = "wrong, not timed: " + "x" * 200
+    text = shown(report.contest_tables(many, "a title"))
+    assert sum("eager 7.50" in line for line in text.splitlines()) == 1
+    assert text.count("x" * 20) < 5, "a long note is cut"
 
 
 def test_eager_times_have_their_column():

@@ -237,7 +237,7 @@ def qna_contest(
     problem = _Problem("qna", shape, inputs, tables, call, reports)
     contenders = [
         *problem.ours(),
-        problem.convolution(f"depthwise conv {window}x{window}", window, depthwise=True),
+        problem.convolution("depthwise conv", window, depthwise=True),
         problem.peer("eager, unsafe", lambda: eager_qna),
     ]
     if compiled:

@@ -16,6 +16,8 @@ __all__ = ["contest_tables", "milliseconds", "network_table", "read_csv", "rows_
 
 # Above this many rows one contender per row no longer fits a screen.
 LONG_ROWS = 24
+# Letters of a note that a cell among many shows; the files hold all of it.
+BRIEF = 90
 
 Row = Mapping[str, object]
 
@@ -95,7 +97,7 @@ def _wide(results: Sequence[Result], title: str) -> Table:
         floor = next(r.floor_total_ms for r in results if r.shape == shape)
         row = [cells.get((shape, name)) for name in names]
         table.add_row(shape, milliseconds(floor), *[_cell(result) for result in row])
-    table.caption = "ms forward+backward (forward); [x] = ours ÷ it"
+    table.caption = r"ms forward+backward (forward) \[ours ÷ it]"
     table.caption_justify = "left"
     return table
 
@@ -130,10 +132,12 @@ def _cell(result: Result | None) -> str:
     if result is None:
         return ""
     if result.total_ms is None:
-        return f"[dim]{_escape(result.note or result.status)}[/dim]"
+        note = result.note or result.status
+        return f"[dim]{_escape(note if len(note) <= BRIEF else note[: BRIEF - 1] + '…')}[/dim]"
     ratio = f" \\[{_ratio(result.ours_over_this_total)}]" if result.ours_over_this_total is not None else ""
     text = f"{milliseconds(result.total_ms)} ({milliseconds(result.forward_ms)}){ratio}"
-    return f"[green]{text}[/green]" if result.ours else text
+    text = f"[green]{text}[/green]" if result.ours else text
+    return text if result.total_eager_ms is None else f"{text}\n[dim]eager {milliseconds(result.total_eager_ms)}[/dim]"
 
 
 def _who(row: Result) -> str:
