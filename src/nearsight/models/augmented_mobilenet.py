@@ -100,6 +100,7 @@ class AugmentedMobileNet(EfficientNet):
             dtype=dtype,
         )
         augmenter = Augmenter(
+            NAME,
             mechanism,
             kind=kind,
             per_head=per_head,

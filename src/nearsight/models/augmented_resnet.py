@@ -43,6 +43,7 @@ class Augmenter:
 
     def __init__(
         self,
+        name: str,
         mechanism: str,
         *,
         kind: str,
@@ -55,9 +56,11 @@ class Augmenter:
         per_head_position: bool,
         key_channels: int | None,
     ) -> None:
-        check_choice("Augmenter", "mechanism", mechanism, ("expatt", "aa"))
+        check_choice(name, "mechanism", mechanism, ("expatt", "aa"))
         if mechanism == "aa" and with_aa:
-            raise ArgumentValueError("AA-Net: got with_aa=True, wanted it with an ExpAtt network only; leave it out.")
+            raise ArgumentValueError(
+                f"{name}: got with_aa=True with mechanism='aa', wanted it with 'expatt' only; leave it out."
+            )
         self.mechanism, self.kind, self.with_aa = mechanism, kind, with_aa
         self.shared: dict[str, Any] = {"ratio": ratio, "num_heads": num_heads}
         self.explicit: dict[str, Any] = {"per_head": per_head, "offset": offset, "radius": radius, "with_aa": with_aa}
@@ -246,6 +249,7 @@ class AugmentedResNet(MaskedResNetMixin, ResNet):
         learns = kind not in FIXED_KINDS
         self._augment(
             Augmenter(
+                name,
                 mechanism,
                 kind=kind,
                 per_head=per_head,
