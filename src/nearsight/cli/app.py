@@ -25,6 +25,7 @@ __all__ = ["VERBS", "did_you_mean", "examples", "main", "new_app"]
 
 # A new verb is one line here.
 VERBS: tuple[str, ...] = (
+    "demo",
     "train",
     "eval",
     "predict",

@@ -196,6 +196,9 @@ class Trainer:
             tensorboard=self.config.log.tensorboard,
             quiet=quiet,
         )
+        self.report.row(
+            "plan", self.place.step, self.place.epoch, {"total": self.end(), "epoch_steps": self.steps_per_epoch}
+        )
 
     def end(self) -> int:
         """The step the run ends after."""

@@ -81,7 +81,7 @@ class Reporter:
         row = {"kind": kind, "step": step, "epoch": epoch, **plain, "time": round(time.time(), 3)}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        if self.writer is not None:
+        if self.writer is not None and kind != "plan":
             for name, value in values.items():
                 self.writer.add_scalar(f"{kind}/{name}", value, step)
 

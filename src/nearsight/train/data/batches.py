@@ -89,18 +89,18 @@ def plan(count: int, batch: int, where: Where, *, order: int | None = None) -> T
     return indices.view(-1, where.world, batch)[:, where.rank]
 
 
-def eval_transform(data: DataConfig) -> Callable[[Any], np.ndarray]:
+def eval_transform(data: DataConfig) -> Callable[[Any], Any]:
     """PIL image → uint8 [C, S, S]: resized and centre-cropped, as at evaluation."""
     from timm.data.transforms_factory import create_transform
 
     size = (data.channels, data.image_size, data.image_size)
-    transform: Callable[[Any], np.ndarray] = create_transform(
+    transform: Callable[[Any], Any] = create_transform(
         size, crop_pct=data.crop_pct, interpolation=data.interpolation, use_prefetcher=True
     )
     return transform
 
 
-def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any], np.ndarray]:
+def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any], Any]:
     """PIL image → augmented uint8 [C, S, S]; what a policy uncovers gets the mean colour."""
     from timm.data.auto_augment import rand_augment_transform
     from timm.data.transforms import ToNumpy
@@ -109,7 +109,7 @@ def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any]
 
     wanted, size = data.augment, data.image_size
     if wanted.crop == "resized":
-        made: Callable[[Any], np.ndarray] = create_transform(
+        made: Callable[[Any], Any] = create_transform(
             (data.channels, size, size),
             is_training=True,
             scale=wanted.scale,
@@ -131,7 +131,7 @@ def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any]
         steps.append(rand_augment_transform(wanted.auto, {"img_mean": tuple(round(255 * m) for m in mean)}))
     elif wanted.color_jitter:
         steps.append(transforms.ColorJitter(*[wanted.color_jitter] * 3))
-    composed: Callable[[Any], np.ndarray] = transforms.Compose([*steps, ToNumpy()])
+    composed: Callable[[Any], Any] = transforms.Compose([*steps, ToNumpy()])
     return composed
 
 
@@ -200,7 +200,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
     def __init__(self, split: Split, transform: Any, data: DataConfig, training: bool) -> None:
         self.split, self.transform, self.data, self.training = split, transform, data, training
 
-    def __getitem__(self, at: tuple[int, int]) -> tuple[np.ndarray, int, bool, list[tuple[str, str]]]:
+    def __getitem__(self, at: tuple[int, int]) -> tuple[Any, int, bool, list[tuple[str, str]]]:
         """Pixels, label, whether they count, and the files that were none: names and reasons.
 
         Nothing is raised here: an exception would leave a worker as a page of traceback.
@@ -262,7 +262,12 @@ class _Order:
 
 def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str, str]]]:
     images, labels, valid, bad = zip(*samples, strict=True)
-    return torch.from_numpy(np.stack(images)), torch.tensor(labels), torch.tensor(valid), [n for b in bad for n in b]
+    return (
+        torch.stack([torch.as_tensor(image) for image in images]),
+        torch.tensor(labels),
+        torch.tensor(valid),
+        [n for b in bad for n in b],
+    )
 
 
 class LoadedBatches:
@@ -426,7 +431,7 @@ def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
 def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
     transform = eval_transform(data)
 
-    def one(index: int) -> tuple[np.ndarray, int] | BadImageError:
+    def one(index: int) -> tuple[Any, int] | BadImageError:
         try:
             image, label = split.read(index)
         except BadImageError as error:
@@ -446,7 +451,7 @@ def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
             good.append(result)
     if not good:
         raise UserError(f"data.source: none of the {len(split)} files is an image, the first is {bad[0]}.")
-    pixels = torch.from_numpy(np.stack([image for image, _ in good])).permute(0, 2, 3, 1).contiguous()
+    pixels = torch.stack([torch.as_tensor(image) for image, _ in good]).permute(0, 2, 3, 1).contiguous()
     return pixels, torch.tensor([label for _, label in good]), bad
 
 
