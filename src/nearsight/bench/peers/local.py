@@ -56,14 +56,10 @@ def flex_local(
     def tokens(x: Tensor) -> Tensor:
         return x.flatten(1, 2).transpose(1, 2)
 
-    def back(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).unflatten(1, (height, width))
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flex_attention(query, key, value, block_mask=block_mask, scale=1.0)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return back(flex_attention(tokens(q), tokens(k), tokens(v), block_mask=block_mask, scale=1.0))
-
-    def with_positions(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor) -> Tensor:
-        query = tokens(q)
+    def with_positions(query: Tensor, key: Tensor, value: Tensor, rel_row: Tensor, rel_col: Tensor) -> Tensor:
         half = query.shape[-1] // 2
         # Float32: their gradients are summed by atomic additions.
         rows = torch.matmul(query[..., :half], rel_row.t()).float()
@@ -74,9 +70,14 @@ def flex_local(
             dx = (j % width - i % width + reach).clamp(0, window - 1)
             return score + rows[b, h, i, dy] + columns[b, h, i, dx]
 
-        return back(
-            flex_attention(query, tokens(k), tokens(v), score_mod=add_position, block_mask=block_mask, scale=1.0)
-        )
+        return flex_attention(query, key, value, score_mod=add_position, block_mask=block_mask, scale=1.0)
 
-    run: Callable[..., Tensor] = with_positions if positions else plain
-    return torch.compile(run, dynamic=False, fullgraph=True) if compiled else run
+    inner: Callable[..., Tensor] = with_positions if positions else plain
+    if compiled:
+        inner = torch.compile(inner, dynamic=False, fullgraph=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **tables: Tensor) -> Tensor:
+        out = inner(tokens(q), tokens(k), tokens(v), **tables)
+        return out.transpose(1, 2).unflatten(1, (height, width))
+
+    return run
