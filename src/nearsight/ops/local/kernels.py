@@ -18,10 +18,20 @@ import triton.language as tl
 
 from nearsight.ops.triton_support import INTERPRETED as RUN_BY_INTERPRETER
 
-__all__ = ["backward_keys", "backward_queries", "forward"]
+__all__ = [
+    "add_programs",
+    "backward",
+    "backward_keys",
+    "backward_queries",
+    "finish_relative",
+    "forward",
+    "merge",
+]
 
 
 INTERPRETED = tl.constexpr(RUN_BY_INTERPRETER)
+# Sizes of one image: compiling again for each would cost a second per new size.
+RUNTIME = ["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
 NVIDIA = tl.constexpr(not RUN_BY_INTERPRETER and torch.version.hip is None)
 
 
@@ -101,11 +111,11 @@ def _relative(
 
 
 @triton.jit
-def _codes(NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
-    """One-hot codes [NK, 2·HS] of the halo's pixels: their column, then their row in the chunk."""
+def _codes(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+    """One-hot codes [NK, 2·HS] of NR rows of the halo from row FIRST on: a pixel's column, then its row."""
     n = tl.arange(0, NR * NC)[:, None]
     s = tl.arange(0, 2 * HS)[None, :]
-    return tl.where(s < HS, n % NC == s, n // NC == s - HS).to(tl.float32).to(dtype)
+    return tl.where(s < HS, n % NC == s, n // NC + FIRST == s - HS).to(tl.float32).to(dtype)
 
 
 @triton.jit
@@ -143,9 +153,7 @@ def _table(
         return tl.where(fits, 0.0, -LARGE).to(dtype)
 
 
-@triton.jit(
-    do_not_specialize=["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def forward(
     q_ptr,
     k_ptr,
@@ -226,7 +234,7 @@ def forward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    codes = _codes(NR, NC, HS, dtype)
+    codes = _codes(0, NR, NC, HS, dtype)
     if HAS_REL:
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
     per_split = (tiles + splits - 1) // splits
@@ -286,9 +294,310 @@ def forward(
         )
 
 
-@triton.jit(
-    do_not_specialize=["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
+def backward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    drel_ptr,
+    row_ptr,
+    col_ptr,
+    mask_ptr,
+    H,
+    W,
+    heads,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    scale,
+    scale_log2,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    q_h: tl.constexpr,
+    k_h: tl.constexpr,
+    v_h: tl.constexpr,
+    G: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ZEROS: tl.constexpr,
+    LARGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Every gradient of a strip in one walk: dq, and the strip's shares of dk, dv and the relative tables.
+
+    A chunk of the halo is as tall as a tile, so that chunk i of one tile is chunk i − 1 of the next: dk and dv of a chunk stay
+    in registers while the walk passes over it and are written once, when it has left the window. Neighbouring strips see up
+    to KW − 1 common columns; `merge` adds their shares in a fixed order.
+    """
+    MQ: tl.constexpr = TY * TX
+    M: tl.constexpr = MQ * G
+    NK: tl.constexpr = NR * NC
+    PY: tl.constexpr = (KH - 1) // 2
+    PX: tl.constexpr = (KW - 1) // 2
+    HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    tl.static_assert(NR == TY)
+    dtype = q_ptr.dtype.element_ty
+    image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
+    h0 = tl.program_id(1) * G
+    m = tl.arange(0, M)
+    g = m // MQ
+    qy = m % MQ // TX
+    qx = m % TX
+    c = tl.arange(0, G * DP)
+    hc = h0 + c // DP
+    real = (c % DP < D) & (hc < heads)
+    own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
+    n = tl.arange(0, NK)
+    x = x0 + qx
+    halo_x = x0 - PX + n % NC
+    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
+    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
+    k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
+    v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
+    pixel0 = image * H * W
+    slot = tl.arange(0, 2 * HS)[None, :]
+    if HAS_REL:
+        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
+    drel = tl.zeros((2 * HS, G * DP), tl.float32)
+    per_split = (tiles + splits - 1) // splits
+    first = split * per_split
+    # Shares lie as [program, row of the strip, NC, heads·D].
+    share = (tl.program_id(0).to(tl.int64) * (per_split + CHUNKS - 1)) * (NK * heads * D)
+    share_at = (n * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+    dk = ()
+    dv = ()
+    for _ in tl.static_range(CHUNKS):
+        dk = dk + (tl.zeros((NK, G * DP), tl.float32),)
+        dv = dv + (tl.zeros((NK, G * DP), tl.float32),)
+    for tile in range(first, tl.minimum(tiles, first + per_split)):
+        y0 = tile * TY
+        y = y0 + qy
+        inside = (y < LH) & (x < LW)
+        mine = own & inside[:, None]
+        pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
+        flat_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+        q = tl.load(q_ptr + (y * dil_y * q_y)[:, None] + q_cols, mask=mine, other=0.0)
+        grad = tl.load(grad_ptr + flat_at, mask=mine, other=0.0)
+        out = tl.load(out_ptr + flat_at, mask=mine, other=0.0)
+        delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        lse = tl.load(lse_ptr + pixel * heads + h0 + g, mask=inside & (h0 + g < heads), other=LARGE)
+        taps = tl.zeros((M, 2 * HS), tl.float32)
+        if HAS_REL:
+            taps = _dot(q, rel, PRECISION)
+        table = _table(taps, qy, qx, y0 - PY, x0 - PX, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+        dq = tl.zeros((M, G * DP), tl.float32)
+        dtable = tl.zeros((M, 2 * HS), tl.float32)
+        dk_next = ()
+        dv_next = ()
+        for i in tl.static_range(CHUNKS):
+            halo_y = y0 - PY + i * NR + n // NC
+            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (i * NR + n // NC < TY + KH - 1)
+            load = there[:, None] & real[None, :]
+            codes = _codes(i * NR, NR, NC, HS, dtype)
+            s = _dot(table, tl.trans(codes), PRECISION)
+            if HAS_K:
+                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
+                s = _dot_add(q, tl.trans(k), s, PRECISION)
+            if HAS_MASK:
+                at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+                attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
+                s = tl.where(attended[None, :], s, -LARGE)
+            p = _exp2(s * scale_log2 - lse[:, None])
+            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
+            dp = _dot(grad, tl.trans(v), PRECISION)
+            ds = (p * (dp - delta[:, None])).to(dtype)
+            dv_next = dv_next + (_dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)
+            if HAS_K:
+                dq = _dot_add(ds, k, dq, PRECISION)
+                dk_next = dk_next + (_dot_add(tl.trans(ds), q, dk[i], PRECISION),)
+            else:
+                dk_next = dk_next + (dk[i],)
+            if HAS_REL:
+                dtable = _dot_add(ds, codes, dtable, PRECISION)
+        if HAS_REL:
+            # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy.
+            came = tl.where(slot < HS, slot + qx[:, None], slot - HS + qy[:, None])
+            fits = (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
+            dtaps = tl.gather(dtable, (came & (HS - 1)) | (slot & HS), 1)
+            dtaps = tl.where(fits, dtaps, 0.0).to(dtype)
+            dq = _dot_add(dtaps, tl.trans(rel), dq, PRECISION)
+            drel = _dot_add(tl.trans(dtaps), q, drel, PRECISION)
+        tl.store(dq_ptr + flat_at, (dq * scale).to(dtype), mask=mine)
+        done = share + (tile - first) * (NK * heads * D) + share_at
+        tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=real[None, :])
+        if HAS_K:
+            tl.store(dk_ptr + done, (dk_next[0] * scale).to(dtype), mask=real[None, :])
+        dk = dk_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
+        dv = dv_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
+    walked = tl.minimum(tiles, first + per_split) - first
+    for i in tl.static_range(CHUNKS - 1):
+        done = share + (walked + i) * (NK * heads * D) + share_at
+        tl.store(dv_ptr + done, dv[i].to(dtype), mask=real[None, :])
+        if HAS_K:
+            tl.store(dk_ptr + done, (dk[i] * scale).to(dtype), mask=real[None, :])
+    if HAS_REL:
+        at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
+        inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
+        tl.store(drel_ptr + at + inner, drel * scale)
+
+
+@triton.jit(do_not_specialize=["H", "W", "strips", "splits", "tiles", "dil_y", "dil_x", "per_split"])
+def merge(
+    dk_share_ptr,
+    dv_share_ptr,
+    dk_ptr,
+    dv_ptr,
+    H,
+    W,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    per_split,
+    CHANNELS: tl.constexpr,
+    CP: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    OVER_Y: tl.constexpr,
+    OVER_X: tl.constexpr,
+    PIXELS: tl.constexpr,
+    HAS_K: tl.constexpr,
+):
+    """Add up what the strips (and the splits of a strip) hold of dk and dv, in a fixed order."""
+    PY: tl.constexpr = (KH - 1) // 2
+    PX: tl.constexpr = (KW - 1) // 2
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    x = pixel % W
+    y = pixel // W
+    image = tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, CP)
+    walk = ((image * dil_y + y % dil_y) * dil_x + x % dil_x) * strips
+    y = y // dil_y
+    x = x // dil_x
+    last_split = tl.minimum((y + PY) // (per_split * TY), splits - 1)
+    last_strip = tl.minimum((x + PX) // TX, strips - 1)
+    rows = (per_split + CHUNKS - 1) * TY
+    dk = tl.zeros((PIXELS, CP), tl.float32)
+    dv = tl.zeros((PIXELS, CP), tl.float32)
+    for i in tl.static_range(OVER_Y):
+        split = last_split - i
+        row = y + PY - split * per_split * TY
+        # The last split may walk fewer tiles, so fewer rows of its share were written.
+        written = (tl.minimum(per_split, tiles - split * per_split) + CHUNKS - 1) * TY
+        for j in tl.static_range(OVER_X):
+            strip = last_strip - j
+            column = x + PX - strip * TX
+            use = (split >= 0) & (row < written) & (strip >= 0) & (column < TX + KW - 1) & (pixel < H * W)
+            at = (((walk + strip) * splits + split) * rows + row) * NC + column
+            at = (at * CHANNELS)[:, None] + c[None, :]
+            use = use[:, None] & (c < CHANNELS)[None, :]
+            dv += tl.load(dv_share_ptr + at, mask=use, other=0.0).to(tl.float32)
+            if HAS_K:
+                dk += tl.load(dk_share_ptr + at, mask=use, other=0.0).to(tl.float32)
+    at = ((image * H * W + pixel) * CHANNELS)[:, None] + c[None, :]
+    use = (pixel < H * W)[:, None] & (c < CHANNELS)[None, :]
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=use)
+    if HAS_K:
+        tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=use)
+
+
+@triton.jit(do_not_specialize=["programs", "size"])
+def add_programs(share_ptr, sum_ptr, programs, size, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """First half of a sum over programs: program (i, j) adds every num_programs(1)-th row from row j on, in order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    step = tl.num_programs(1)
+    for first in range(0, programs, step * ROWS):
+        row = first + tl.program_id(1) + step * tl.arange(0, ROWS)
+        use = (row < programs)[:, None] & (at < size)[None, :]
+        total += tl.load(share_ptr + row.to(tl.int64)[:, None] * size + at[None, :], mask=use, other=0.0)
+    tl.store(sum_ptr + tl.program_id(1) * size + at, tl.sum(total, 0), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["parts", "heads", "groups"])
+def finish_relative(
+    sum_ptr,
+    row_ptr,
+    col_ptr,
+    parts,
+    heads,
+    groups,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    G: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    ROW_SHARED: tl.constexpr,
+    COL_SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Second half: the gradient of one tap, KW column taps then KH row taps, summed over heads where the table is shared."""
+    d = tl.arange(0, DP)
+    tap = tl.program_id(0) + tl.zeros((DP,), tl.int32)
+    is_row = tap >= KW
+    part = tl.arange(0, PARTS)[:, None]
+    slot = tl.where(is_row, HS + tap - KW, tap)
+    total = tl.zeros((DP,), tl.float32)
+    for head in range(heads):
+        at = ((head // G) * 2 * HS + slot) * G * DP + (head % G) * DP + d
+        at = part * groups * 2 * HS * G * DP + at[None, :]
+        mine = tl.sum(tl.load(sum_ptr + at, mask=part < parts, other=0.0), 0)
+        total += mine
+        if HAS_ROW and not ROW_SHARED:
+            at = row_ptr + (head * KH + tap - KW) * (D // 2) + d
+            tl.store(at, mine.to(row_ptr.dtype.element_ty), mask=is_row & (d < D // 2))
+        if HAS_COL and not COL_SHARED:
+            at = col_ptr + (head * KW + tap) * (D // 2) + d - D // 2
+            tl.store(at, mine.to(col_ptr.dtype.element_ty), mask=(tap < KW) & (d >= D // 2) & (d < D))
+    if HAS_ROW and ROW_SHARED:
+        at = row_ptr + (tap - KW) * (D // 2) + d
+        tl.store(at, total.to(row_ptr.dtype.element_ty), mask=is_row & (d < D // 2))
+    if HAS_COL and COL_SHARED:
+        at = col_ptr + tap * (D // 2) + d - D // 2
+        tl.store(at, total.to(col_ptr.dtype.element_ty), mask=(tap < KW) & (d >= D // 2) & (d < D))
+
+
+@triton.jit(do_not_specialize=RUNTIME)
 def backward_queries(
     q_ptr,
     k_ptr,
@@ -374,7 +683,7 @@ def backward_queries(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    codes = _codes(NR, NC, HS, dtype)
+    codes = _codes(0, NR, NC, HS, dtype)
     slot = tl.arange(0, 2 * HS)[None, :]
     if HAS_REL:
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
@@ -440,9 +749,7 @@ def backward_queries(
         tl.store(drel_ptr + at + inner, drel * scale)
 
 
-@triton.jit(
-    do_not_specialize=["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def backward_keys(
     q_ptr,
     k_ptr,

@@ -17,6 +17,8 @@ __all__ = ["refusal", "run"]
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 LONGEST_WINDOW = 64
+# Taller windows keep more chunks of dk and dv in flight than registers hold.
+TALLEST_WALK = 11
 
 
 def refusal(call: LocalCall) -> str | None:
@@ -64,6 +66,7 @@ class Geometry(NamedTuple):
     chunks: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @functools.lru_cache(maxsize=256)
@@ -77,9 +80,12 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kind: str) -> Ge
     g = max(min(g, next_power_of_two(heads)), 16 // padded if padded < 16 else 1)
     nc = next_power_of_two(tx + kw - 1)
     rows = ty + kh - 1
+    if kind == "walk":  # a chunk is as tall as a tile
+        g = max(1, 16 // padded) if padded <= 8 else 2 if padded == 16 else 1
+        return Geometry(ty, tx, g, ty, nc, _ceil(rows, ty), 4 if padded >= 64 else 2, 1)
     keys = 128 if size == 2 and padded <= 64 else 64
     nr = min(max(keys // nc, 1), next_power_of_two(rows))
-    return Geometry(ty, tx, g, nr, nc, -(-rows // nr), max(1, g), 2)
+    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), max(1, g), 2)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -118,7 +124,8 @@ def _launch(
     programs = batch * dil_y * dil_x * strips * groups
     # Enough programs for several waves over the chip, else whole strips, which reuse their neighbours' rows.
     wanted = 4 if q.device.type != "cuda" else 12 * _multiprocessors(q.device.index or 0)
-    splits = max(1, min(tiles, -(-wanted // max(programs, 1))))
+    splits = max(1, min(tiles // shape.chunks, _ceil(wanted, max(programs, 1))))
+    splits = _ceil(tiles, _ceil(tiles, splits))  # none without tiles
     key = q if k is None else k
     runtime = {
         "H": height,
@@ -164,11 +171,15 @@ def _launch(
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
+    if shape.registers is not None and q.device.type == "cuda":
+        constants["maxnreg"] = shape.registers
     return _Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
 
 
 def _half_slots(constants: dict[str, Any]) -> int:
-    return max(8, constants["NC"], constants["NR"], next_power_of_two(constants["KH"]))
+    return max(
+        8, constants["NC"], next_power_of_two(constants["NR"] * constants["CHUNKS"]), next_power_of_two(constants["KH"])
+    )
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -254,72 +265,151 @@ def _backward_op(
     """dq, dv, then dk, d rel_row and d rel_col where those inputs exist."""
     dq, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
     dk = None if k is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    drow = None if rel_row is None else torch.zeros(rel_row.shape, dtype=rel_row.dtype, device=q.device)
-    dcol = None if rel_col is None else torch.zeros(rel_col.shape, dtype=rel_col.dtype, device=q.device)
+    drow = None if rel_row is None else torch.empty(rel_row.shape, dtype=rel_row.dtype, device=q.device)
+    dcol = None if rel_col is None else torch.empty(rel_col.shape, dtype=rel_col.dtype, device=q.device)
     if dq.numel() == 0:
-        return [t for t in (dq, dv, dk, drow, dcol) if t is not None]
+        return [t.zero_() for t in (dq, dv, dk, drow, dcol) if t is not None]
     from nearsight.ops.local import kernels
 
     grad = grad.contiguous()
-    row, col, mask = _dense(rel_row), _dense(rel_col), _bytes(key_mask)
-    numbers = {"scale": scale, "scale_log2": scale * math.log2(math.e)}
-    launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "queries")
+    walk = window[0] <= TALLEST_WALK
+    launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "walk" if walk else "queries")
     half = _half_slots(launch.constants)
-    shape = (*launch.grid, 2 * half, launch.constants["G"], launch.constants["DP"])
     relative = rel_row is not None or rel_col is not None
+    shape = (*launch.grid, 2 * half, launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if relative else (0,), dtype=torch.float32, device=q.device)
-    delta = torch.empty_like(lse)
+    tensors = _Tensors(q, q if k is None else k, v, out, grad, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask))
+    numbers = {"scale": scale, "scale_log2": scale * math.log2(math.e)}
     with torch.cuda.device_of(q):
-        kernels.backward_queries[launch.grid](
-            q,
-            q if k is None else k,
-            v,
-            out,
-            grad,
-            lse,
-            delta,
-            dq,
-            partial,
-            row,
-            col,
-            mask,
-            **launch.runtime,
-            **numbers,
-            HS=half,
-            ZEROS=zeros,
-            **launch.constants,
-        )
-        launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "keys")
-        kernels.backward_keys[launch.grid](
-            q,
-            q if k is None else k,
-            v,
-            grad,
-            lse,
-            delta,
-            q if dk is None else dk,
-            dv,
-            row,
-            col,
-            mask,
-            **launch.runtime,
-            **numbers,
-            HT=max(8, next_power_of_two(max(window))),
-            **launch.constants,
-        )
-    if relative:
-        heads, dim = q.shape[-2:]
-        total = partial.sum(0).movedim(1, 2).flatten(0, 1)[:heads]  # [heads, 2·half, DP]
-        if rel_row is not None:
-            drow = _to_table(total[:, half : half + window[0], : dim // 2], rel_row)
-        if rel_col is not None:
-            dcol = _to_table(total[:, : window[1], dim // 2 : dim], rel_col)
+        if walk:
+            _walk(kernels, tensors, launch, numbers, half, zeros, dq, dk, dv, partial)
+        else:
+            keys = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "keys")
+            _two_passes(kernels, tensors, launch, keys, numbers, half, zeros, dq, dk, dv, partial)
+        if relative:
+            _sum_relative(kernels, partial, launch, half, drow, dcol)
     return [t for t in (dq, dv, dk, drow, dcol) if t is not None]
 
 
-def _to_table(per_head: Tensor, table: Tensor) -> Tensor:
-    summed = per_head.sum(0, keepdim=True) if table.shape[0] == 1 else per_head
-    return summed.to(table.dtype).contiguous()
+class _Tensors(NamedTuple):
+    """What both ways to the gradients read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    grad: Tensor
+    lse: Tensor
+    row: Tensor | None
+    col: Tensor | None
+    mask: Tensor | None
+
+
+def _walk(
+    kernels: Any,
+    t: _Tensors,
+    launch: _Launch,
+    numbers: dict[str, float],
+    half: int,
+    zeros: bool,
+    dq: Tensor,
+    dk: Tensor | None,
+    dv: Tensor,
+    partial: Tensor,
+) -> None:
+    """All gradients in one walk, then the sum of the strips' shares of dk and dv."""
+    use, fixed = launch.runtime, launch.constants
+    batch, height, width, heads, dim = dq.shape
+    per_split = _ceil(use["tiles"], use["splits"])
+    rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
+    shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
+    dv_share = torch.empty(shape, dtype=dq.dtype, device=dq.device)
+    dk_share = dv_share if dk is None else torch.empty_like(dv_share)
+    kernels.backward[launch.grid](
+        *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
+        **use,
+        **numbers,
+        HS=half,
+        ZEROS=zeros,
+        **fixed,
+    )
+    channels = heads * dim
+    padded = next_power_of_two(channels)
+    pixels = max(1, 4096 // padded)
+    kernels.merge[(_ceil(height * width, pixels), batch)](
+        dk_share,
+        dv_share,
+        dv if dk is None else dk,
+        dv,
+        **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
+        per_split=per_split,
+        CHANNELS=channels,
+        CP=padded,
+        **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
+        OVER_Y=1 if use["splits"] == 1 else 2,
+        OVER_X=_ceil(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
+        PIXELS=pixels,
+        num_warps=4,
+    )
+
+
+def _two_passes(
+    kernels: Any,
+    t: _Tensors,
+    queries: _Launch,
+    keys: _Launch,
+    numbers: dict[str, float],
+    half: int,
+    zeros: bool,
+    dq: Tensor,
+    dk: Tensor | None,
+    dv: Tensor,
+    partial: Tensor,
+) -> None:
+    """For windows too tall to keep a strip's dk and dv in registers: queries first, then keys by the transposed window."""
+    delta = torch.empty_like(t.lse)
+    kernels.backward_queries[queries.grid](
+        *(t.q, t.k, t.v, t.out, t.grad, t.lse, delta, dq, partial, t.row, t.col, t.mask),
+        **queries.runtime,
+        **numbers,
+        HS=half,
+        ZEROS=zeros,
+        **queries.constants,
+    )
+    kernels.backward_keys[keys.grid](
+        *(t.q, t.k, t.v, t.grad, t.lse, delta, dv if dk is None else dk, dv, t.row, t.col, t.mask),
+        **keys.runtime,
+        **numbers,
+        HT=max(8, next_power_of_two(max(keys.constants["KH"], keys.constants["KW"]))),
+        **keys.constants,
+    )
+
+
+def _sum_relative(
+    kernels: Any, partial: Tensor, launch: _Launch, half: int, drow: Tensor | None, dcol: Tensor | None
+) -> None:
+    """The relative tables' gradients from every program's share, added in a fixed order."""
+    fixed, heads = launch.constants, launch.runtime["heads"]
+    programs, groups = launch.grid
+    size = partial[0].numel()
+    parts = min(16, programs)
+    summed = torch.empty((parts, size), dtype=torch.float32, device=partial.device)
+    kernels.add_programs[(_ceil(size, 128), parts)](partial, summed, programs, size, BLOCK=128, ROWS=8, num_warps=4)
+    either = drow if drow is not None else dcol
+    kernels.finish_relative[(fixed["KW"] + fixed["KH"],)](
+        summed,
+        either if drow is None else drow,
+        either if dcol is None else dcol,
+        parts,
+        heads,
+        groups,
+        **{name: fixed[name] for name in ("KH", "KW", "D", "DP", "G", "HAS_ROW", "HAS_COL")},
+        HS=half,
+        ROW_SHARED=drow is None or drow.shape[0] == 1,
+        COL_SHARED=dcol is None or dcol.shape[0] == 1,
+        PARTS=16,
+        num_warps=1,
+    )
 
 
 @_backward_op.register_fake
