@@ -426,6 +426,7 @@ NANO: dict[str, Any] = {
     "stem": "cifar",
     "heads": 4,
     "window": 5,
+    "zero_init_last": False,  # a few hundred steps are all it gets
 }
 
 
