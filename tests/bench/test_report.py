@@ -20,7 +20,7 @@ def results():
     sizes = {"batch": 8, "height": 6, "width": 5, "channels": 16, "heads": 2, "window": 3}
     ours = Result("local_attention", "6x5x16", "nearsight torch", True, "float32", dict(sizes))
     ours.forward_ms, ours.total_ms, ours.forward_bytes, ours.total_bytes = 0.5, 1.25, 2**20, 3 * 2**20
-    ours.floor_total_ms, ours.total_over_floor = 0.25, 5.0
+    ours.floor_forward_ms, ours.floor_total_ms, ours.total_over_floor = 0.1, 0.25, 5.0
     peer = Result("local_attention", "6x5x16", "unfold", False, "float32", dict(sizes), note="NCHW")
     peer.forward_ms, peer.total_ms, peer.total_bytes = 5.0, 12.5, 30 * 2**20
     peer.ours_over_this_total, peer.ours_over_this_bytes, peer.floor_total_ms = 0.1, 0.1, 0.25
@@ -71,7 +71,9 @@ def test_csv_and_json_say_the_same(tmp_path):
 def test_the_table_of_few_contenders():
     text = shown(report.contest_tables(results(), "a title"))
     assert "a title" in text
-    assert "local_attention 6x5x16, batch 8, floor 0.250 ms" in text
+    assert "│ local_attention 6x5x16 " in text
+    floor = next(row for row in text.splitlines() if "floor: bytes ÷ bandwidth" in row)
+    assert [cell.strip() for cell in floor.strip("│ ").split("│")][1:3] == ["0.100", "0.250"]
     line = next(row for row in text.splitlines() if "unfold" in row)
     assert [cell.strip() for cell in line.strip("│ ").split("│")] == [
         "unfold",

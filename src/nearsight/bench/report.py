@@ -59,28 +59,25 @@ def _long(results: Sequence[Result], title: str) -> Table:
     floors = any(r.floor_total_ms is not None for r in results)
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     table.add_column("contender")
-    heads = ["forward ms", "fwd+bwd ms", *(["eager ms"] if cuda else []), "fwd MiB", "fwd+bwd MiB"]
+    heads = ["fwd ms", "fwd+bwd ms", *(["eager ms"] if cuda else []), "fwd MiB", "fwd+bwd MiB"]
     heads += [*(["÷ floor"] if floors else []), "ours ÷ it", "memory ÷"]
     for head in heads:
         table.add_column(head, justify="right")
     table.add_column("note", overflow="fold")
     for contest in dict.fromkeys(r.contest for r in results):
         rows = [r for r in results if r.contest == contest]
-        floor = rows[0].floor_total_ms
-        batch = f", batch {rows[0].sizes['batch']}" if "batch" in rows[0].sizes else ""
-        heading = f"[bold]{contest}[/bold]{batch}" + (f", floor {milliseconds(floor)} ms" if floor is not None else "")
         table.add_section()
-        table.add_row(heading)
+        table.add_row(f"[bold]{contest}[/bold]")
         for row in rows:
-            cells = [
-                milliseconds(row.forward_ms),
-                milliseconds(row.total_ms),
-                *([milliseconds(row.total_eager_ms)] if cuda else []),
-            ]
+            cells = [milliseconds(row.forward_ms), milliseconds(row.total_ms)]
+            cells += [milliseconds(row.total_eager_ms)] if cuda else []
             cells += [_mib(row.forward_bytes), _mib(row.total_bytes)]
-            cells += [*([_ratio(row.total_over_floor)] if floors else [])]
+            cells += [_ratio(row.total_over_floor)] if floors else []
             cells += [_ratio(row.ours_over_this_total), _ratio(row.ours_over_this_bytes)]
             table.add_row("  " + _who(row), *cells, _shown_note(row))
+        if rows[0].floor_total_ms is not None:
+            floor = (milliseconds(rows[0].floor_forward_ms), milliseconds(rows[0].floor_total_ms))
+            table.add_row("  [dim]floor: bytes ÷ bandwidth[/dim]", *[f"[dim]{cell}[/dim]" for cell in floor])
     return table
 
 
