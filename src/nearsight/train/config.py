@@ -40,7 +40,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     name: str = Field(description="a model registered in timm (nearsight's are)")
     pretrained: bool = Field(default=False, description="start from timm's published weights")
-    options: dict[str, Any] = Field(default_factory=dict, description="further keywords of the model")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="further keywords of the model; null: its own default"
+    )
     drop: float = Field(default=0.0, ge=0, lt=1, description="dropout before the classifier")
     drop_path: float | None = Field(
         default=None, ge=0, lt=1, description="stochastic depth; null: the model's own default"

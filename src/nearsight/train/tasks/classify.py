@@ -51,7 +51,7 @@ def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:
         near = nearest(config.name, timm.list_models())
         hint = f" Did you mean {near!r}?" if near else ""
         raise UserError(f"model.name: timm has no model {config.name!r}.{hint}")
-    options = {**sizes, **config.options}
+    options = {**sizes, **{key: value for key, value in config.options.items() if value is not None}}
     if config.drop:
         options["drop_rate"] = config.drop
     if config.drop_path is not None:

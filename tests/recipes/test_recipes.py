@@ -1,0 +1,106 @@
+"""Every shipped recipe: its header, its keys, one step of its own network and optimiser on stand-in images."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from nearsight import recipes
+from nearsight.errors import UserError
+from nearsight.train.config import to_yaml
+from nearsight.train.data.augment import draw, gather, normalise, pad_images
+from nearsight.train.data.batches import eval_transform, train_transform
+from nearsight.train.schedule import build_optimizer, learning_rates
+from nearsight.train.tasks import config_from, load_config
+from nearsight.train.tasks.classify import create_network
+
+CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "imagenet": 1000, "tiny_imagenet": 200}
+WANTED = {
+    *(f"digits/{n}_nano" for n in ("sasa", "qna", "expatt", "conv")),
+    *(f"cifar{c}/{n}resnet50" for c in (10, 100) for n in ("", "aa_", "expatt_", "short_", "short_expatt_")),
+    *(f"cifar{c}/short_{n}" for c in (10, 100) for n in ("sasa_resnet26", "resnet26", "qna_vit")),
+    *(f"imagenet/sasa_resnet{d}" for d in (26, 38, 50)),
+    *(f"imagenet/qna_vit_{n}" for n in ("tiny", "tiny_7x7", "small", "base")),
+    *(f"imagenet/{m}_resnet{d}" for m in ("aa", "expatt") for d in (34, 50, 101, 152)),
+    "imagenet/plain90",
+    *(f"tiny_imagenet/{n}mobilenetv2" for n in ("", "aa_", "expatt_")),
+}
+
+
+def test_what_the_papers_need_is_there():
+    assert set(recipes.names()) >= WANTED
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_header(name):
+    lines = recipes.header(name)
+    assert lines[0].startswith(f"nearsight train {name}")
+    facts = dict(line.split(": ", 1) for line in lines[1:] if re.match(r"\w+: ", line))
+    assert {"hardware", "time", "expected"} <= set(facts)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_builds_and_steps(name):
+    """The recipe's network on the meta device: forward, loss, backward, one step of its optimiser, its learning rates."""
+    config = load_config(name)
+    assert config_from(recipes.read_yaml(to_yaml(config), name), name) == config
+    data = config.data
+    with torch.device("meta"):
+        model = create_network(config.model, num_classes=CLASSES[name.partition("/")[0]], in_chans=data.channels)
+        images = torch.empty(2, data.channels, data.image_size, data.image_size)
+    optimizer = build_optimizer(model, config.optimizer, data.batch_size)
+    model.train()(images).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    rates = [lr for _, lr in learning_rates(config, data.batch_size, steps_per_epoch=100)]
+    assert max(rates) > rates[-1] >= 0
+    assert min(rates) >= 0
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_prepares_an_image(name):
+    from PIL import Image
+
+    config = load_config(name)
+    data, size = config.data, config.data.image_size
+    image = Image.new("L" if data.channels == 1 else "RGB", (size + 9, size + 4), 77)
+    for transform in (eval_transform(data), train_transform(data, (0.5,) * data.channels)):
+        assert tuple(torch.as_tensor(transform(image)).shape) == (data.channels, size, size)
+    if data.augment.needs_workers is None:
+        pixels = pad_images(torch.zeros(3, size, size, data.channels, dtype=torch.uint8), data.augment)
+        choice = draw(data.augment, 2, (size, size), torch.Generator().manual_seed(0))
+        batch = gather(pixels, torch.tensor([2, 0]), (size, size), choice)
+        one = torch.ones(data.channels)
+        assert normalise(batch, one, one, True).shape == (2, data.channels, size, size)
+
+
+def test_expatt_restarts_where_the_paper_says():
+    config = load_config("cifar10/expatt_resnet50")
+    rates = dict(learning_rates(config, 128, steps_per_epoch=1, points=450))
+    assert rates[15] == pytest.approx(0.05)
+    for epoch in (25, 45, 85, 165):
+        assert rates[epoch] == pytest.approx(0.05)
+        assert rates[epoch - 1] < 0.003
+    assert rates[324] < 1e-4
+    assert {rates[epoch] for epoch in range(325, 450)} == {2e-4}
+
+
+def test_extends_is_laid_under():
+    short, sasa = (load_config(f"cifar10/short_{n}resnet26") for n in ("", "sasa_"))
+    assert sasa.data == short.data
+    assert sasa.model.options == {"stem": "cifar", "stages": "aaaa"}
+
+
+def test_unknown_names_and_circles_are_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"^no recipe 'digits/sasa_nanno'. Did you mean 'digits/sasa_nano'\?"):
+        recipes.resolve("digits/sasa_nanno")
+    with pytest.raises(UserError, match=r"no recipe file 'gone\.yaml'"):
+        recipes.resolve("gone.yaml")
+    path = tmp_path / "own.yaml"
+    path.write_text(f"extends: {path}\n")
+    with pytest.raises(UserError, match="extends itself"):
+        recipes.resolve(str(path))
+    path.write_text("extends: digits/conv_nano\nschedule: {epochs: 2}\n")
+    assert load_config(str(path)).schedule.epochs == 2
