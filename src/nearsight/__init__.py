@@ -13,6 +13,7 @@ from nearsight.layers import (
     QnA2d,
     QnAUpsample2d,
     WindowAttention2d,
+    replace_conv,
 )
 
 __version__ = "0.1.0"
@@ -28,4 +29,5 @@ __all__ = [
     "__version__",
     "models",
     "ops",
+    "replace_conv",
 ]

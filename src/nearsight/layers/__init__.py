@@ -5,6 +5,7 @@ from nearsight.layers.augmented import AttentionAugmentedConv2d, ExplicitAugment
 from nearsight.layers.explicit import ExplicitAttention2d
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d, QnAUpsample2d
+from nearsight.layers.replace import Replacement, replace_conv
 from nearsight.layers.window_attention import WindowAttention2d
 
 __all__ = [
@@ -15,5 +16,7 @@ __all__ = [
     "LocalAttention2d",
     "QnA2d",
     "QnAUpsample2d",
+    "Replacement",
     "WindowAttention2d",
+    "replace_conv",
 ]
