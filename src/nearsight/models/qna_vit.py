@@ -156,7 +156,7 @@ class QnAViT(nn.Module):
         mlp_ratio: width of the MLPs.
 
     >>> import timm, torch, nearsight
-    >>> timm.create_model("qna_vit_nano", num_classes=10)(torch.randn(2, 3, 24, 32)).shape
+    >>> timm.create_model("qna_vit_nano")(torch.randn(2, 3, 24, 32)).shape
     torch.Size([2, 10])
     """
 
@@ -289,7 +289,9 @@ class QnAViT(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
-        self.head.reset(num_classes, global_pool)
+        # Said outright, because a head without a classifier does not know where it lives.
+        weight = self.patch_embed.proj.weight
+        self.head.reset(num_classes, global_pool, device=weight.device, dtype=weight.dtype)
 
     def forward_intermediates(
         self,
@@ -372,11 +374,19 @@ def _cfg(**overrides: Any) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
-        "qna_vit_tiny.untrained": _cfg(),
-        "qna_vit_tiny_7x7.untrained": _cfg(),
-        "qna_vit_small.untrained": _cfg(),
-        "qna_vit_base.untrained": _cfg(),
-        "qna_vit_nano.untrained": _cfg(input_size=(3, 32, 32), pool_size=(4, 4), crop_pct=1.0),
+        "qna_vit_tiny": _cfg(),
+        "qna_vit_tiny_7x7": _cfg(),
+        "qna_vit_small": _cfg(),
+        "qna_vit_base": _cfg(),
+        "qna_vit_nano": _cfg(
+            input_size=(3, 32, 32),
+            min_input_size=(3, 8, 8),
+            pool_size=(8, 8),
+            num_classes=10,
+            crop_pct=1.0,
+            mean=(0.5, 0.5, 0.5),
+            std=(0.5, 0.5, 0.5),
+        ),
     }
 )
 
@@ -429,14 +439,15 @@ def qna_vit_base(pretrained: bool = False, **kwargs: Any) -> QnAViT:
 
 @register_model
 def qna_vit_nano(pretrained: bool = False, **kwargs: Any) -> QnAViT:
-    """A small member of three stages for 8–64 px images and CPUs, 0.35 M parameters."""
+    """A small member of three stages for 8–64 px images and CPUs, every pixel a patch, 0.37 M parameters."""
     options = {
-        "embed_dim": 32,
-        "patch_size": 2,
-        "qna_depths": (1, 2, 1),
-        "qna_heads": (4, 8, 16),
+        "num_classes": 10,
+        "embed_dim": 24,
+        "patch_size": 1,
+        "qna_depths": (1, 1, 1),
+        "qna_heads": (3, 6, 12),
         "sa_depths": (0, 0, 1),
-        "sa_heads": (1, 2, 4),
+        "sa_heads": (1, 2, 3),
         "sa_window": 4,
     }
     return _create_qna_vit("qna_vit_nano", pretrained, **{**options, **kwargs})

@@ -1,4 +1,4 @@
-"""QnA's aggregation in plain torch operators, for programs that trace it: one slice per tap, nothing of the size of the windows."""
+"""QnA's aggregation in plain torch operators, for programs that trace it: one slice per tap."""
 
 from __future__ import annotations
 

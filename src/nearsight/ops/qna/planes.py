@@ -98,8 +98,7 @@ class _Layout:
 
     def input_gradient(self, planes: Tensor, like: Tensor) -> Tensor:
         """[channels, phases, length] → [B, H, W, …], 0 where no window looks."""
-        covered = self.rows.phases == self.rows.stride and self.columns.phases == self.columns.stride
-        new = torch.empty if covered else torch.zeros
+        new = torch.empty if self.rows.stride == self.columns.stride == 1 else torch.zeros
         out = new(like.shape, dtype=like.dtype, device=like.device)
         flat, maps = out.flatten(3), self._maps(planes)
         for phase, (rows, columns), (to_rows, to_columns) in self.phases():
