@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearsight.bench import driver, ops
+from nearsight.bench import driver, layers, ops
 from nearsight.bench.contest import Contender, Contest, RefusedError, Runner
 from nearsight.bench.driver import Clock, Result, add_ratios, run_contests, wanted
 from nearsight.bench.ops import OpShape, explicit_contest, local_contest, qna_contest
@@ -213,6 +213,22 @@ def test_the_faster_form_counts_and_is_named():
     (result,) = run(lambda: contest)
     assert result.note == "fast one"
     assert result.total_ms < 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_around_a_wrong_kernel_gets_no_time(monkeypatch, dtype):
+    entry = next(e for e in layers.LAYERS if e.subject == "LocalAttention2d")
+
+    def build():
+        return layers.layer_contest(entry, LOCAL, 3, CPU, dtype)
+
+    assert [r.status for r in run(build)] == ["ok", "ok"]
+    reference = local_functional.ENTRY.backends[-1].run
+    add_backend(monkeypatch, lambda call: reference(call) * 1.2)
+    ours, peer = run(build)
+    assert ours.status == "wrong"
+    assert times(ours) == [None] * 4
+    assert peer.total_ms > 0
 
 
 @pytest.mark.parametrize("quick", [True, False])

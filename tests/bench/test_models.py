@@ -70,6 +70,21 @@ def test_a_wrong_gradient_is_found():
     assert find_network_fault(Off(), images).startswith("gradients: relative error 5.0")
 
 
+def test_a_branch_that_starts_at_zero_hides_nothing():
+    class Off(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, models.CLASSES)
+            self.gamma = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            x = x.mean((2, 3))
+            wrong = 1.0 if x.dtype == torch.float64 else 1.5
+            return self.head(x + self.gamma * x.square() * wrong)
+
+    assert find_network_fault(Off(), torch.randn(2, 3, 4, 4)).startswith("output: relative error")
+
+
 def test_an_unknown_network_and_a_spent_budget_are_said(nano, monkeypatch):
     monkeypatch.setattr(models, "NETWORKS", {**NANO, "no_such_net": "resnet_nano"})
     (unknown,) = train(["no_such_net"])

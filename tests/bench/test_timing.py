@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from nearsight.bench.timing import Effort, copy_bandwidth, time_on_cpu
+from nearsight.bench.timing import Effort, _median, copy_bandwidth, time_on_cpu
 
 
 def test_a_sleep_takes_as_long_as_it_takes():
@@ -28,6 +28,13 @@ def test_a_slow_start_does_not_count():
     timing = time_on_cpu({"step": step}, Effort(0.01, least=5, most=5))["step"]
     assert timing.ms < 50
     assert len(calls) == 7  # one to warm up, one to learn the duration, five that count
+
+
+def test_one_slow_sample_moves_neither_median_nor_spread_far():
+    middle, spread = _median([1.0, 1.1, 1.2, 1.0, 1.1, 50.0, 1.2])
+    assert middle == 1.1
+    assert spread == pytest.approx(0.2 / 1.1)
+    assert _median([2.0, 4.0]) == (3.0, pytest.approx(2 / 3))
 
 
 def test_the_contenders_take_turns():
