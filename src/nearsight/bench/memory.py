@@ -23,7 +23,7 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int:
 
     >>> import torch
     >>> a = torch.zeros(1000)
-    >>> peak_extra_bytes(lambda: (a + 1).sum(), torch.device("cpu"))
+    >>> peak_extra_bytes(lambda: (a + a).sum(), torch.device("cpu"))
     4004
     """
     return _cuda(call, device) if device.type == "cuda" else _cpu(call)
