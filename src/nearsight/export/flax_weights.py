@@ -167,6 +167,8 @@ def _block(add: Add, block: QnABlock, ours: str, theirs: str) -> None:
             add(mixer, ours, "position_bias", f"{theirs}/rpe_bias", "taps")
         if mixer.tap_scale == "tap":
             add(mixer, ours, "tap_scale_weight", f"{theirs}/attn_scale_weights", "weighted taps")
+        elif mixer.tap_scale == "ones":
+            add(mixer, ours, "tap_scale_weight", f"{theirs}/attn_scale_pos", "taps from one")
 
 
 def _reshaped(theirs: tuple[int, ...], ours: tuple[int, ...]) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
@@ -181,4 +183,5 @@ _WAYS: dict[str, Callable[[tuple[int, ...]], tuple[tuple[int, ...], Callable[[Te
     "offsets": lambda s: _reshaped((s[0] * s[1], s[2]), s),
     "taps": lambda s: _reshaped((s[0] * s[1], s[2] * s[3]), s),
     "weighted taps": lambda s: _reshaped((1, 1, s[0] * s[1], s[2] * s[3]), s),
+    "taps from one": lambda s: _reshaped((1, 1, s[0] * s[1], s[2], s[3]), s),
 }

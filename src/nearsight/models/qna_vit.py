@@ -446,6 +446,7 @@ def qna_vit_nano(pretrained: bool = False, **kwargs: Any) -> QnAViT:
         "patch_size": 1,
         "qna_depths": (1, 1, 1),
         "qna_heads": (3, 6, 12),
+        "tap_scale": "ones",  # blocks that mix from the first step: a small network has no 300 epochs to start slowly
         "sa_depths": (0, 0, 1),
         "sa_heads": (1, 2, 3),
         "sa_window": 4,
