@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_divisible, check_map, to_nchw
+from nearsight.layers.common import (
+    check_channels,
+    check_divisible,
+    check_map,
+    to_nchw,
+    typed_arguments,
+    zero_masked,
+)
 from nearsight.ops.checks import check_choice
 from nearsight.ops.windows import window_padding
 
@@ -58,9 +65,7 @@ class AttentionStem2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, number in (("in_channels", in_channels), ("kernel_size", kernel_size), ("mixtures", mixtures)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentValueError(f"{LAYER}: got {name}={number!r}, wanted an int of at least 1.")
+        check_channels(LAYER, in_channels=in_channels, kernel_size=kernel_size, mixtures=mixtures)
         head_dim = check_divisible(LAYER, "out_channels", out_channels, num_heads)
         check_choice(LAYER, "values", values, ("mixture", "plain", "conv"))
         if head_dim % 2:
@@ -108,8 +113,7 @@ class AttentionStem2d(nn.Module):
         check_map(LAYER, x, self.in_channels, key_mask)
         height, width = x.shape[2:]
         valid = self._valid_keys(x, key_mask)
-        if key_mask is not None:
-            x = x.masked_fill(~key_mask[:, None], 0.0)
+        x = zero_masked(x, key_mask)
         blocks = self._to_blocks(x)
         side = self.kernel_size
         qk = F.linear(blocks, self.qk.weight.flatten(1)).unflatten(-1, (2, self.num_heads, self.head_dim))
@@ -184,7 +188,11 @@ class AttentionStem2d(nn.Module):
         return self._to_blocks(key_mask[:, None].to(x.dtype))[..., 0] > 0
 
     def extra_repr(self) -> str:
-        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_heads={self.num_heads}"
-        if self.values != "mixture":
-            return f"{text}, values={self.values!r}"
-        return text if self.mixtures == 6 else f"{text}, mixtures={self.mixtures}"
+        return typed_arguments(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            num_heads=(self.num_heads, None),
+            values=(self.values, "mixture"),
+            mixtures=(self.mixtures, 6),
+        )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nearsight.errors import ArgumentValueError
 from nearsight.layers.common import (
     avg_pool_valid,
+    check_channels,
     check_divisible,
     check_map,
     check_stride,
@@ -17,6 +18,7 @@ from nearsight.layers.common import (
     split_heads,
     to_channels_last,
     to_nchw,
+    typed_arguments,
 )
 from nearsight.layers.positions import sincos_2d
 from nearsight.ops import local_attention
@@ -79,8 +81,7 @@ class LocalAttention2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(in_channels, bool) or not isinstance(in_channels, int) or in_channels < 1:
-            raise ArgumentValueError(f"{LAYER}: got in_channels={in_channels!r}, wanted an int of at least 1.")
+        check_channels(LAYER, in_channels=in_channels)
         head_dim = check_divisible(LAYER, "out_channels", out_channels, num_heads)
         check_choice(LAYER, "position", position, ("relative", "absolute", "none"))
         check_choice(LAYER, "border", border, ("mask", "zeros"))
@@ -169,20 +170,19 @@ class LocalAttention2d(nn.Module):
         return parts[0], parts[1] if self.content else None, parts[-1]
 
     def extra_repr(self) -> str:
-        """The arguments as they would be typed, defaults of the options left out."""
         rows, columns = self.kernel_size
-        kernel = rows if rows == columns else self.kernel_size
-        options = {
-            "stride": (self.stride, 1),
-            "dilation": (self.dilation, (1, 1)),
-            "num_heads": (self.num_heads, None),
-            "position": (self.position, "relative"),
-            "content": (self.content, True),
-            "border": (self.border, "mask"),
-            "qkv_bias": (self.qkv.bias is not None, False),
-            "proj": (self.proj is not None, False),
-            "per_head_position": (self.per_head_position, False),
-            "backend": (self.backend, None),
-        }
-        typed = [f"{name}={value!r}" for name, (value, default) in options.items() if value != default]
-        return ", ".join([f"{self.in_channels}, {self.out_channels}, kernel_size={kernel}", *typed])
+        return typed_arguments(
+            self.in_channels,
+            self.out_channels,
+            rows if rows == columns else self.kernel_size,
+            stride=(self.stride, 1),
+            dilation=(self.dilation, (1, 1)),
+            num_heads=(self.num_heads, None),
+            position=(self.position, "relative"),
+            content=(self.content, True),
+            border=(self.border, "mask"),
+            qkv_bias=(self.qkv.bias is not None, False),
+            proj=(self.proj is not None, False),
+            per_head_position=(self.per_head_position, False),
+            backend=(self.backend, None),
+        )
