@@ -158,7 +158,8 @@ def test_ratios_are_ours_over_the_row():
     ("filters", "names"),
     [
         ([], ["ours", "second", "conv 3x3", "unfold"]),
-        (["unfold"], ["ours", "unfold"]),
+        (["unfold"], ["ours", "second", "unfold"]),
+        (["second"], ["second"]),
         (["LOCAL 6x5"], ["ours", "second", "conv 3x3", "unfold"]),
         (["local conv", "second"], ["ours", "second", "conv 3x3"]),
         (["7x7"], []),

@@ -87,16 +87,15 @@ def clock(seconds: float | None) -> Clock:
 def wanted(contest: Contest, filters: Sequence[str]) -> list[Contender]:
     """The contenders some filter asks for: all of its words occur in the contest's name and the contender's.
 
-    The contender the ratios are formed with stays as long as another one does.
+    Ours stay beside any peer that does: a ratio has two sides.
     """
 
     def asked(contender: Contender) -> bool:
         text = f"{contest.name} {contender.name} {' '.join(contest.tags)}".lower()
         return not filters or any(all(word in text for word in f.lower().split()) for f in filters)
 
-    chosen = [c for c in contest.contenders if asked(c)]
-    first = next((c for c in contest.contenders if c.ours), None)
-    return [c for c in contest.contenders if c in chosen or (chosen and c is first)]
+    peers = any(asked(c) for c in contest.contenders if not c.ours)
+    return [c for c in contest.contenders if asked(c) or (c.ours and peers)]
 
 
 def run_contests(

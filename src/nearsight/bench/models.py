@@ -218,13 +218,15 @@ def find_network_fault(model: nn.Module, images: Tensor) -> str | None:
 
 @contextmanager
 def _exact_float32() -> Iterator[None]:
-    """Float32 without the matrix units' shorter mantissa: its rounding would look like a fault."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    """Float32 without the matrix units' shorter mantissa, whose rounding would look like a fault, and without trying
+    convolution algorithms for a single pass."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
+    cudnn.allow_tf32 = matmul.allow_tf32 = cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
 
 
 def _add_ratios(results: Sequence[NetworkResult]) -> None:

@@ -89,7 +89,6 @@ def time_on_cuda(step: Step, effort: Effort) -> Timing:
     try:
         graph = _capture(step, calls)
     except Exception as error:
-        torch.cuda.synchronize()
         reason = str(error).strip().partition("\n")[0]
         return Timing(eager, eager_spread, repeats, eager, f"launched eagerly: cannot be captured ({reason})")
     replays, spread, repeats = _launched(graph.replay, effort)
@@ -98,19 +97,36 @@ def time_on_cuda(step: Step, effort: Effort) -> Timing:
 
 
 def _capture(step: Step, calls: int) -> torch.cuda.CUDAGraph:
+    """`calls` steps in one graph, replayed once."""
+    before = torch.cuda.current_stream()
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side.wait_stream(before)
     with torch.cuda.stream(side):
         step()
-    torch.cuda.current_stream().wait_stream(side)
+    before.wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            step()
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(calls):
+                step()
+    except Exception:
+        _recover(before)
+        raise
     graph.replay()
     torch.cuda.synchronize()
     return graph
+
+
+def _recover(stream: torch.cuda.Stream) -> None:
+    """Leave a failed capture behind: its stream is still the current one, and the GPU's random generator believes that a
+    capture is under way until one ends well."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
 
 
 def _launched(step: Step, effort: Effort) -> tuple[float, float, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from nearsight.bench.suites import Settings, run_suite
+from nearsight.bench.suites import Outcome, Settings, run_suite
 from nearsight.cli.app import examples, new_app
 from nearsight.cli.output import console
 from nearsight.errors import UserError
@@ -73,8 +74,7 @@ def bench(
         filters=tuple(filters or ()),
         budget=budget,
     )
-    with console(stderr=True).status("starting") as status:
-        outcome = run_suite(suite.value, settings, progress=status.update)
+    outcome = _run(suite.value, settings)
     out = console()
     for table in outcome.tables():
         out.print(table)
@@ -87,6 +87,18 @@ def bench(
     for path in (csv, json, plot):
         if path is not None:
             out.print(f"wrote {path}")
+
+
+def _run(suite: str, settings: Settings) -> Outcome:
+    """Run with a line that says what is being timed; where nobody watches, a line each, so that a log shows how far it came."""
+    watched = console(stderr=True)
+    if watched.is_terminal:
+        with watched.status("starting") as status:
+            return run_suite(suite, settings, progress=status.update)
+    start = time.monotonic()
+    return run_suite(
+        suite, settings, progress=lambda text: watched.print(f"{time.monotonic() - start:4.0f} s  {text}", markup=False)
+    )
 
 
 def _device(name: str | None) -> torch.device:
