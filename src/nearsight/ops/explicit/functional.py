@@ -10,7 +10,7 @@ from torch import Tensor
 from nearsight.errors import ArgumentTypeError, ArgumentValueError
 from nearsight.ops import checks, dispatch
 from nearsight.ops.dispatch import Backend, OpEntry
-from nearsight.ops.explicit import reference, torch_impl
+from nearsight.ops.explicit import reference, torch_impl, triton_impl
 from nearsight.ops.explicit.call import OP, ExplicitCall, check_options, prepare, radius_as_tensor
 
 __all__ = ["explicit_attention", "explicit_weights"]
@@ -25,6 +25,7 @@ ENTRY = dispatch.register(
     OpEntry(
         prepare,
         (
+            Backend("triton", triton_impl.run, triton_impl.refusal),
             Backend("torch", torch_impl.run, _always),
             Backend("reference", reference.run, _always),
         ),
