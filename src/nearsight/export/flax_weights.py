@@ -43,9 +43,14 @@ def _read_npz(path: Path) -> Iterator[tuple[str, Tensor]]:
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays.files:
             try:
-                yield name, torch.from_numpy(np.ascontiguousarray(arrays[name]).reshape(arrays[name].shape))
-            except (ValueError, TypeError) as error:
+                array = arrays[name]
+            except ValueError as error:
                 raise UserError(f"{path}: cannot read {name!r} as an array of numbers ({error}).") from error
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+                raise UserError(
+                    f"{path}: got {name!r}, which is no array of numbers; wanted an .npz of Flax parameters."
+                )
+            yield name, torch.from_numpy(array)
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
