@@ -15,13 +15,12 @@ from nearsight.layers.common import (
     check_map,
     check_stride,
     from_heads,
-    split_heads,
     to_channels_last,
     to_nchw,
     typed_arguments,
 )
 from nearsight.layers.positions import sincos_2d
-from nearsight.ops import local_attention
+from nearsight.ops import local_attention_packed
 from nearsight.ops.checks import check_choice, check_pair
 
 __all__ = ["LocalAttention2d"]
@@ -141,11 +140,8 @@ class LocalAttention2d(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(LAYER, x, self.in_channels, key_mask)
-        q, k, v = self.project(x)
-        y = local_attention(
-            q,
-            k,
-            v,
+        y = local_attention_packed(
+            self.project_packed(x),
             window=self.kernel_size,
             rel_row=self.rel_row,
             rel_col=self.rel_col,
@@ -161,13 +157,17 @@ class LocalAttention2d(nn.Module):
             y = to_nchw(self.proj(to_channels_last(y)))
         return y
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """q, k (None without content) and v of a map, each [B, H, W, heads, D]: strided views of one product."""
+    def project_packed(self, x: Tensor) -> Tensor:
+        """q, k and v of a map as one product leaves them: [B, H, W, 3, heads, D] (2 without content: q and v)."""
         pixels = to_channels_last(x)
         if self.position == "absolute":
             pixels = pixels + sincos_2d(x.shape[2], x.shape[3], self.in_channels, device=x.device, dtype=x.dtype)
-        parts = [split_heads(part, self.num_heads) for part in self.qkv(pixels).split(self.out_channels, dim=-1)]
-        return parts[0], parts[1] if self.content else None, parts[-1]
+        return self.qkv(pixels).unflatten(-1, (3 if self.content else 2, self.num_heads, self.head_dim))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """q, k (None without content) and v of a map, each [B, H, W, heads, D]: strided views of one product."""
+        packed = self.project_packed(x)
+        return packed.select(3, 0), packed.select(3, 1) if self.content else None, packed.select(3, -1)
 
     def extra_repr(self) -> str:
         rows, columns = self.kernel_size

@@ -2,7 +2,7 @@
 
 from nearsight.ops.dispatch import BackendReport, backends
 from nearsight.ops.explicit.functional import explicit_attention, explicit_weights
-from nearsight.ops.local.functional import local_attention, local_attention_weights
+from nearsight.ops.local.functional import local_attention, local_attention_packed, local_attention_weights
 from nearsight.ops.qna.functional import qna, qna_weights
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "explicit_attention",
     "explicit_weights",
     "local_attention",
+    "local_attention_packed",
     "local_attention_weights",
     "qna",
     "qna_weights",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nearsight.ops import dispatch
+from nearsight.errors import ArgumentValueError
+from nearsight.ops import checks, dispatch
 from nearsight.ops.dispatch import Backend, OpEntry
 from nearsight.ops.local import reference, torch_impl, triton_impl
 from nearsight.ops.local.call import OP, LocalCall, prepare
 
-__all__ = ["local_attention", "local_attention_weights"]
+__all__ = ["local_attention", "local_attention_packed", "local_attention_weights"]
 
 
 def _always(call: LocalCall) -> str | None:
@@ -82,6 +83,53 @@ def local_attention(
         border=border,
         scale=scale,
     )
+    return dispatch.run(OP, ENTRY.backends, backend, call)
+
+
+def local_attention_packed(
+    packed: Tensor,
+    *,
+    window: int | tuple[int, int],
+    rel_row: Tensor | None = None,
+    rel_col: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    dilation: int | tuple[int, int] = 1,
+    border: str = "mask",
+    scale: float = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """`local_attention` of q, k and v as one projection leaves them: [B, H, W, 3, heads, D], or 2 for q and v alone.
+
+    The same result; what differs is the backward, which may write the three gradients where the projection reads them
+    instead of leaving autograd to copy three slices together.
+
+    >>> import torch
+    >>> from nearsight.ops import local_attention_packed
+    >>> local_attention_packed(torch.randn(1, 5, 7, 3, 2, 8), window=3).shape
+    torch.Size([1, 5, 7, 2, 8])
+    """
+    checks.check_float_tensor(OP, "packed", packed, 6, "[B, H, W, 3 or 2, heads, D]")
+    if packed.shape[3] not in (2, 3):
+        raise ArgumentValueError(
+            f"{OP}: got packed of shape {checks.shape_text(packed.shape)}, wanted 3 (q, k, v) or 2 (q, v) on axis 3."
+        )
+    cast = dispatch.autocast_dtype(packed)
+    if cast is not None:
+        packed = packed.to(cast)
+    call = prepare(
+        packed.select(3, 0),
+        packed.select(3, 1) if packed.shape[3] == 3 else None,
+        packed.select(3, -1),
+        window=window,
+        rel_row=rel_row,
+        rel_col=rel_col,
+        key_mask=key_mask,
+        dilation=dilation,
+        border=border,
+        scale=scale,
+    )
+    if backend in (None, "triton") and triton_impl.refusal(call) is None:
+        return triton_impl.run_packed(packed, call)
     return dispatch.run(OP, ENTRY.backends, backend, call)
 
 

@@ -78,6 +78,12 @@ def _strip(pid, strips, splits, H, W, dil_y, dil_x, TX: tl.constexpr):
 
 
 @triton.jit
+def _within(i, size):
+    # One comparison instead of two: a negative number is a large unsigned one.
+    return i.to(tl.uint32, bitcast=True) < size.to(tl.uint32)
+
+
+@triton.jit
 def _relative(
     row_ptr,
     col_ptr,
@@ -119,6 +125,14 @@ def _codes(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.const
 
 
 @triton.jit
+def _codes_transposed(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+    # Built the way a product reads them: a transpose inside the loop would be stored anew for every tile.
+    n = tl.arange(0, NR * NC)[None, :]
+    s = tl.arange(0, 2 * HS)[:, None]
+    return tl.where(s < HS, n % NC == s, n // NC + FIRST == s - HS).to(tl.float32).to(dtype)
+
+
+@triton.jit
 def _table(
     taps,
     qy,
@@ -145,7 +159,7 @@ def _table(
     fits = (tap >= 0) & (tap < tl.where(s < HS, KW, KH))
     if CHECK_IMAGE:
         at = tl.where(s < HS, first_col + s, first_row + rows + s - HS)
-        fits = fits & (at >= 0) & (at < tl.where(s < HS, W, H))
+        fits = fits & _within(at, tl.where(s < HS, W, H))
     if HAS_REL:
         moved = tl.gather(taps, (tap & (HS - 1)) | (s & HS), 1)
         return tl.where(fits, moved, -LARGE).to(dtype)
@@ -226,7 +240,7 @@ def forward(
     n = tl.arange(0, NK)
     x = x0 + qx
     halo_x = x0 - PX + n % NC
-    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
     k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
     v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
@@ -234,7 +248,6 @@ def forward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    codes = _codes(0, NR, NC, HS, dtype)
     if HAS_REL:
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
     per_split = (tiles + splits - 1) // splits
@@ -246,17 +259,15 @@ def forward(
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
             taps = _dot(q, rel, PRECISION)
+        table = _table(taps, qy, qx, y0 - PY, x0 - PX, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
         for chunk in tl.static_range(CHUNKS):
             halo_y = y0 - PY + chunk * NR + n // NC
-            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (chunk * NR + n // NC < TY + KH - 1)
+            there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
-            table = _table(
-                taps, qy, qx, y0 - PY, x0 - PX, chunk * NR, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype
-            )
-            s = _dot(table, tl.trans(codes), PRECISION)
+            s = _dot(table, _codes_transposed(chunk * NR, NR, NC, HS, dtype), PRECISION)
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
                 s = _dot_add(q, tl.trans(k), s, PRECISION)
@@ -328,6 +339,7 @@ def backward(
     v_x,
     row_head,
     col_head,
+    grad_pixel,
     scale,
     scale_log2,
     KH: tl.constexpr,
@@ -379,7 +391,7 @@ def backward(
     n = tl.arange(0, NK)
     x = x0 + qx
     halo_x = x0 - PX + n % NC
-    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
     k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
     v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
@@ -423,7 +435,7 @@ def backward(
         dv_next = ()
         for i in tl.static_range(CHUNKS):
             halo_y = y0 - PY + i * NR + n // NC
-            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (i * NR + n // NC < TY + KH - 1)
+            there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             codes = _codes(i * NR, NR, NC, HS, dtype)
             s = _dot(table, tl.trans(codes), PRECISION)
@@ -454,7 +466,8 @@ def backward(
             dtaps = tl.where(fits, dtaps, 0.0).to(dtype)
             dq = _dot_add(dtaps, tl.trans(rel), dq, PRECISION)
             drel = _dot_add(tl.trans(dtaps), q, drel, PRECISION)
-        tl.store(dq_ptr + flat_at, (dq * scale).to(dtype), mask=mine)
+        dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
+        tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
         done = share + (tile - first) * (NK * heads * D) + share_at
         tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=real[None, :])
         if HAS_K:
@@ -487,6 +500,7 @@ def merge(
     dil_y,
     dil_x,
     per_split,
+    grad_pixel,
     CHANNELS: tl.constexpr,
     CP: tl.constexpr,
     KH: tl.constexpr,
@@ -531,7 +545,7 @@ def merge(
             dv += tl.load(dv_share_ptr + at, mask=use, other=0.0).to(tl.float32)
             if HAS_K:
                 dk += tl.load(dk_share_ptr + at, mask=use, other=0.0).to(tl.float32)
-    at = ((image * H * W + pixel) * CHANNELS)[:, None] + c[None, :]
+    at = ((image * H * W + pixel) * grad_pixel)[:, None] + c[None, :]
     use = (pixel < H * W)[:, None] & (c < CHANNELS)[None, :]
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=use)
     if HAS_K:
@@ -630,6 +644,7 @@ def backward_queries(
     v_x,
     row_head,
     col_head,
+    grad_pixel,
     scale,
     scale_log2,
     KH: tl.constexpr,
@@ -675,7 +690,7 @@ def backward_queries(
     n = tl.arange(0, NK)
     x = x0 + qx
     halo_x = x0 - PX + n % NC
-    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
     k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
     v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
@@ -711,7 +726,7 @@ def backward_queries(
         dtaps = tl.zeros((M, 2 * HS), tl.float32)
         for chunk in tl.static_range(CHUNKS):
             halo_y = y0 - PY + chunk * NR + n // NC
-            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (chunk * NR + n // NC < TY + KH - 1)
+            there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             table = _table(
                 taps, qy, qx, y0 - PY, x0 - PX, chunk * NR, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype
@@ -742,7 +757,8 @@ def backward_queries(
             dtaps_low = dtaps.to(dtype)
             dq = _dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
             drel = _dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
-        tl.store(dq_ptr + flat_at, (dq * scale).to(dtype), mask=mine)
+        dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
+        tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
     if HAS_REL:
         at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
         inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
@@ -781,6 +797,7 @@ def backward_keys(
     v_x,
     row_head,
     col_head,
+    grad_pixel,
     scale,
     scale_log2,
     KH: tl.constexpr,
@@ -830,7 +847,7 @@ def backward_keys(
     n = tl.arange(0, NK)
     x = x0 + kx
     halo_x = x0 - BX + n % NC
-    halo_in_x = (halo_x >= 0) & (halo_x < LW) & (n % NC < TX + KW - 1)
+    halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
     k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
     v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
@@ -862,7 +879,6 @@ def backward_keys(
         inside = (y < LH) & (x < LW)
         mine = own & inside[:, None]
         pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
-        flat_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
         v = tl.load(v_ptr + (y * dil_y * v_y)[:, None] + v_cols, mask=mine, other=0.0)
         if HAS_K:
             k = tl.load(k_ptr + (y * dil_y * k_y)[:, None] + k_cols, mask=mine, other=0.0)
@@ -871,7 +887,7 @@ def backward_keys(
         for chunk in tl.static_range(CHUNKS):
             halo_row = chunk * NR + n // NC
             halo_y = y0 - BY + halo_row
-            there = halo_in_x & (halo_y >= 0) & (halo_y < LH) & (halo_row < TY + KH - 1)
+            there = halo_in_x & (halo_row < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
             q = tl.load(q_ptr + (halo_y * dil_y * q_y)[:, None] + q_cols, mask=load, other=0.0)
@@ -904,6 +920,7 @@ def backward_keys(
             attended = tl.load(mask_ptr + pixel, mask=inside, other=0) != 0
             dk = tl.where(attended[:, None], dk, 0.0)
             dv = tl.where(attended[:, None], dv, 0.0)
-        tl.store(dv_ptr + flat_at, dv.to(dtype), mask=mine)
+        grad_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
+        tl.store(dv_ptr + grad_at, dv.to(dtype), mask=mine)
         if HAS_K:
-            tl.store(dk_ptr + flat_at, (dk * scale).to(dtype), mask=mine)
+            tl.store(dk_ptr + grad_at, (dk * scale).to(dtype), mask=mine)

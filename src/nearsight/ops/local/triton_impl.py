@@ -12,7 +12,7 @@ from torch import Tensor
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.triton_support import common_refusal, dot_precision, next_power_of_two
 
-__all__ = ["refusal", "run"]
+__all__ = ["Geometry", "geometry", "refusal", "run", "run_packed"]
 
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
@@ -55,6 +55,20 @@ def run(call: LocalCall) -> Tensor:
     )[0]
 
 
+def run_packed(packed: Tensor, call: LocalCall) -> Tensor:
+    """`run` for a call whose q, k and v are the slices of `packed`."""
+    return _packed_forward_op(
+        packed,
+        call.rel_row,
+        call.rel_col,
+        call.key_mask,
+        list(call.window),
+        list(call.dilation),
+        call.border == "zeros",
+        call.scale,
+    )[0]
+
+
 class Geometry(NamedTuple):
     """How the kernels cut a call: tiles of TY×TX pixels, G heads at once, the halo in CHUNKS of NR rows of NC pixels."""
 
@@ -69,23 +83,51 @@ class Geometry(NamedTuple):
     registers: int | None = None
 
 
+class _Choice(NamedTuple):
+    """Heads at once, warps, pipeline stages, pixels of the halo per chunk (forward), registers per thread."""
+
+    g: int
+    warps: int
+    stages: int
+    keys: int = 128
+    registers: int | None = None
+
+
+# Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
+CHOICES = {
+    ("forward", 8): _Choice(4, 4, 2),
+    ("forward", 16): _Choice(1, 1, 2, registers=168),
+    ("forward", 32): _Choice(1, 1, 2, 64),
+    ("forward", 64): _Choice(1, 2, 2),
+    ("forward", 128): _Choice(1, 4, 1, 64),
+    ("walk", 8): _Choice(2, 2, 3),
+    ("walk", 16): _Choice(1, 1, 2),
+    ("walk", 32): _Choice(1, 2, 2),
+    ("walk", 64): _Choice(1, 4, 2),
+    ("walk", 128): _Choice(1, 8, 1),
+}
+
+
 @functools.lru_cache(maxsize=256)
-def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kind: str) -> Geometry:
-    """A fixed choice per head-dim class and window, never per image size. `size` is bytes per element."""
+def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str) -> Geometry:
+    """A fixed choice per kernel, head-dim class and window, never per image size. `size` is bytes per element."""
     ty, tx = 2, 8
     padded = next_power_of_two(dim)
-    g = 4 if padded <= 32 else 2 if padded == 64 else 1
-    if size == 4:
-        g = max(1, g // 2)
-    g = max(min(g, next_power_of_two(heads)), 16 // padded if padded < 16 else 1)
+    choice = CHOICES["walk" if kernel == "walk" else "forward", max(8, padded)]
+    if size == 4 or kernel in ("queries", "keys"):
+        choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=None)
+    # Products need a depth of 16: heads of fewer channels share one.
+    g = max(min(choice.g, next_power_of_two(heads)), 16 // padded)
     nc = next_power_of_two(tx + kw - 1)
     rows = ty + kh - 1
-    if kind == "walk":  # a chunk is as tall as a tile
-        g = max(1, 16 // padded) if padded <= 8 else 2 if padded == 16 else 1
-        return Geometry(ty, tx, g, ty, nc, _ceil(rows, ty), 4 if padded >= 64 else 2, 1)
-    keys = 128 if size == 2 and padded <= 64 else 64
-    nr = min(max(keys // nc, 1), next_power_of_two(rows))
-    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), max(1, g), 2)
+    # In the walk a chunk is as tall as a tile.
+    nr = ty if kernel == "walk" else min(max(choice.keys // nc, 1), next_power_of_two(rows))
+    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), choice.warps, choice.stages, choice.registers)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    # Three TF32 products give float32's accuracy (the error rule holds) on the tensor cores; exact ones compile to minutes.
+    return "tf32x3" if dtype == torch.float32 and torch.version.hip is None else dot_precision(dtype)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -112,12 +154,12 @@ def _launch(
     key_mask: Tensor | None,
     window: list[int],
     dilation: list[int],
-    kind: str,
+    kernel: str,
 ) -> _Launch:
     """Grid and arguments that the three kernels share."""
     batch, height, width, heads, dim = q.shape
     (kh, kw), (dil_y, dil_x) = window, dilation
-    shape = geometry(dim, heads, kh, kw, q.element_size(), kind)
+    shape = geometry(dim, heads, kh, kw, q.element_size(), kernel)
     strips = _ceil(_ceil(width, dil_x), shape.tx)
     tiles = _ceil(_ceil(height, dil_y), shape.ty)
     groups = _ceil(heads, shape.g)
@@ -167,7 +209,7 @@ def _launch(
         "HAS_COL": rel_col is not None,
         "HAS_MASK": key_mask is not None,
         "LARGE": LARGE[q.dtype],
-        "PRECISION": dot_precision(q.dtype),
+        "PRECISION": _precision(q.dtype),
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
@@ -190,8 +232,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-@torch.library.custom_op("nearsight::local_attention_triton", mutates_args=())
-def _forward_op(
+def _attend(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,
@@ -213,14 +254,7 @@ def _forward_op(
     launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "forward")
     with torch.cuda.device_of(q):
         kernels.forward[launch.grid](
-            q,
-            q if k is None else k,
-            v,
-            out,
-            lse,
-            _dense(rel_row),
-            _dense(rel_col),
-            _bytes(key_mask),
+            *(q, q if k is None else k, v, out, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask)),
             **launch.runtime,
             scale_log2=scale * math.log2(math.e),
             HS=_half_slots(launch.constants),
@@ -230,24 +264,7 @@ def _forward_op(
     return out, lse
 
 
-@_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    rel_row: Tensor | None,
-    rel_col: Tensor | None,
-    key_mask: Tensor | None,
-    window: list[int],
-    dilation: list[int],
-    zeros: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("nearsight::local_attention_triton_backward", mutates_args=())
-def _backward_op(
+def _gradients(
     grad: Tensor,
     q: Tensor,
     k: Tensor | None,
@@ -261,34 +278,35 @@ def _backward_op(
     dilation: list[int],
     zeros: bool,
     scale: float,
+    into: tuple[Tensor, Tensor | None, Tensor],
 ) -> list[Tensor]:
-    """dq, dv, then dk, d rel_row and d rel_col where those inputs exist."""
-    dq, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    dk = None if k is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    drow = None if rel_row is None else torch.empty(rel_row.shape, dtype=rel_row.dtype, device=q.device)
-    dcol = None if rel_col is None else torch.empty(rel_col.shape, dtype=rel_col.dtype, device=q.device)
-    if dq.numel() == 0:
-        return [t.zero_() for t in (dq, dv, dk, drow, dcol) if t is not None]
+    """Fill dq, dk and dv (`into`: dense but for one common stride per pixel); return those of the relative tables."""
+    tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
+    if q.numel() == 0:
+        for t in into:
+            if t is not None:
+                t.zero_()
+        return [t.zero_() for t in tables if t is not None]
     from nearsight.ops.local import kernels
 
-    grad = grad.contiguous()
     walk = window[0] <= TALLEST_WALK
     launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "walk" if walk else "queries")
     half = _half_slots(launch.constants)
     relative = rel_row is not None or rel_col is not None
     shape = (*launch.grid, 2 * half, launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if relative else (0,), dtype=torch.float32, device=q.device)
-    tensors = _Tensors(q, q if k is None else k, v, out, grad, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask))
-    numbers = {"scale": scale, "scale_log2": scale * math.log2(math.e)}
+    dense = grad.contiguous()
+    tensors = _Tensors(q, q if k is None else k, v, out, dense, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask))
+    numbers = {"grad_pixel": into[0].stride(2), "scale": scale, "scale_log2": scale * math.log2(math.e)}
     with torch.cuda.device_of(q):
         if walk:
-            _walk(kernels, tensors, launch, numbers, half, zeros, dq, dk, dv, partial)
+            _walk(kernels, tensors, launch, numbers, half, zeros, into, partial)
         else:
             keys = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "keys")
-            _two_passes(kernels, tensors, launch, keys, numbers, half, zeros, dq, dk, dv, partial)
+            _two_passes(kernels, tensors, launch, keys, numbers, half, zeros, into, partial)
         if relative:
-            _sum_relative(kernels, partial, launch, half, drow, dcol)
-    return [t for t in (dq, dv, dk, drow, dcol) if t is not None]
+            _sum_relative(kernels, partial, launch, half, *tables)
+    return [t for t in tables if t is not None]
 
 
 class _Tensors(NamedTuple):
@@ -309,15 +327,14 @@ def _walk(
     kernels: Any,
     t: _Tensors,
     launch: _Launch,
-    numbers: dict[str, float],
+    numbers: dict[str, Any],
     half: int,
     zeros: bool,
-    dq: Tensor,
-    dk: Tensor | None,
-    dv: Tensor,
+    into: tuple[Tensor, Tensor | None, Tensor],
     partial: Tensor,
 ) -> None:
     """All gradients in one walk, then the sum of the strips' shares of dk and dv."""
+    dq, dk, dv = into
     use, fixed = launch.runtime, launch.constants
     batch, height, width, heads, dim = dq.shape
     per_split = _ceil(use["tiles"], use["splits"])
@@ -343,6 +360,7 @@ def _walk(
         dv,
         **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
         per_split=per_split,
+        grad_pixel=numbers["grad_pixel"],
         CHANNELS=channels,
         CP=padded,
         **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
@@ -358,15 +376,14 @@ def _two_passes(
     t: _Tensors,
     queries: _Launch,
     keys: _Launch,
-    numbers: dict[str, float],
+    numbers: dict[str, Any],
     half: int,
     zeros: bool,
-    dq: Tensor,
-    dk: Tensor | None,
-    dv: Tensor,
+    into: tuple[Tensor, Tensor | None, Tensor],
     partial: Tensor,
 ) -> None:
     """For windows too tall to keep a strip's dk and dv in registers: queries first, then keys by the transposed window."""
+    dq, dk, dv = into
     delta = torch.empty_like(t.lse)
     kernels.backward_queries[queries.grid](
         *(t.q, t.k, t.v, t.out, t.grad, t.lse, delta, dq, partial, t.row, t.col, t.mask),
@@ -412,8 +429,29 @@ def _sum_relative(
     )
 
 
-@_backward_op.register_fake
-def _(
+@torch.library.custom_op("nearsight::local_attention_triton", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    rel_row: Tensor | None,
+    rel_col: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    dilation: list[int],
+    zeros: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return _attend(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale)
+
+
+@_forward_op.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("nearsight::local_attention_triton_backward", mutates_args=())
+def _backward_op(
     grad: Tensor,
     q: Tensor,
     k: Tensor | None,
@@ -428,10 +466,21 @@ def _(
     zeros: bool,
     scale: float,
 ) -> list[Tensor]:
-    like = [q.new_empty(q.shape), q.new_empty(q.shape)]
-    if k is not None:
-        like.append(q.new_empty(q.shape))
-    return like + [t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None]
+    """dq, dv, then dk, d rel_row and d rel_col where those inputs exist."""
+    dq, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    dk = None if k is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tables = _gradients(
+        grad, q, k, v, rel_row, rel_col, key_mask, out, lse, window, dilation, zeros, scale, (dq, dk, dv)
+    )
+    return [dq, dv, *([] if dk is None else [dk]), *tables]
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor | None, v: Tensor, rel_row: Tensor | None, rel_col: Tensor | None, *_: Any
+) -> list[Tensor]:
+    like = [q.new_empty(q.shape) for t in (q, v, k) if t is not None]
+    return [*like, *(t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -448,3 +497,74 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)
+
+
+# The same with q, k and v (or q and v) packed as one product leaves them, [B, H, W, 3 or 2, heads, D]: their gradient is
+# written in place, where slices of autograd's would be copied together.
+
+
+def _unpack(packed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    return packed.select(3, 0), packed.select(3, 1) if packed.shape[3] == 3 else None, packed.select(3, -1)
+
+
+@torch.library.custom_op("nearsight::local_attention_packed_triton", mutates_args=())
+def _packed_forward_op(
+    packed: Tensor,
+    rel_row: Tensor | None,
+    rel_col: Tensor | None,
+    key_mask: Tensor | None,
+    window: list[int],
+    dilation: list[int],
+    zeros: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return _attend(*_unpack(packed), rel_row, rel_col, key_mask, window, dilation, zeros, scale)
+
+
+@_packed_forward_op.register_fake
+def _(packed: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = packed.select(3, 0).shape
+    return packed.new_empty(shape), packed.new_empty(shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("nearsight::local_attention_packed_triton_backward", mutates_args=())
+def _packed_backward_op(
+    grad: Tensor,
+    packed: Tensor,
+    rel_row: Tensor | None,
+    rel_col: Tensor | None,
+    key_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: list[int],
+    dilation: list[int],
+    zeros: bool,
+    scale: float,
+) -> list[Tensor]:
+    """d packed, then d rel_row and d rel_col where those inputs exist."""
+    dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    q, k, v = _unpack(packed)
+    into = _unpack(dpacked)
+    tables = _gradients(grad, q, k, v, rel_row, rel_col, key_mask, out, lse, window, dilation, zeros, scale, into)
+    return [dpacked, *tables]
+
+
+@_packed_backward_op.register_fake
+def _(grad: Tensor, packed: Tensor, rel_row: Tensor | None, rel_col: Tensor | None, *_: Any) -> list[Tensor]:
+    return [packed.new_empty(packed.shape), *(t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None)]
+
+
+def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    packed, rel_row, rel_col, key_mask, *ctx.options = inputs
+    ctx.save_for_backward(packed, rel_row, rel_col, key_mask, *output)
+
+
+def _packed_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    packed, rel_row, rel_col, key_mask, out, lse = ctx.saved_tensors
+    found = iter(_packed_backward_op(grad, packed, rel_row, rel_col, key_mask, out, lse, *ctx.options))
+    dpacked = next(found)
+    drow, dcol = (None if t is None else next(found) for t in (rel_row, rel_col))
+    return dpacked, drow, dcol, None, None, None, None, None
+
+
+_packed_forward_op.register_autograd(_packed_backward, setup_context=_packed_setup)
