@@ -77,6 +77,8 @@ class _Place:
 def make_accelerator(config: RunConfig) -> Accelerator:
     """An Accelerator for the config's precision, device and compilation, whatever an earlier run in this process used."""
     AcceleratorState._reset_state()
+    if config.train.precision == "fp16" and (config.train.device == "cpu" or not torch.accelerator.is_available()):
+        raise UserError("train.precision: got fp16 on a CPU, wanted bf16 or no; half precision needs a GPU.")
     try:
         return Accelerator(
             mixed_precision=config.train.precision,
@@ -325,7 +327,7 @@ class Trainer:
             values = None
             if due:
                 self._check_finite()
-                values = {name: float(torch.stack([s[name] for s in shown]).mean()) for name in shown[0]}
+                values = self._means(shown)
                 now = time.perf_counter()
                 values["images_per_s"] = len(shown) * self.images_per_step / (now - clock)
                 values["lr"] = self.inner.param_groups[0]["lr"]
@@ -372,6 +374,14 @@ class Trainer:
         self.optimizer.zero_grad()
         self.schedule.step_update(self.place.step + 1)
         return {"loss": loss, **{k: torch.stack([e[k] for e in extras]).mean() for k in extras[0]}}
+
+    def _means(self, shown: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Means over steps and processes, in one transfer from the device."""
+        means = torch.stack([torch.stack([step[name] for step in shown]).mean() for name in shown[0]])
+        if self.where.world > 1:
+            torch.distributed.all_reduce(means)
+            means /= self.where.world
+        return dict(zip(shown[0], means.tolist(), strict=True))
 
     # ---- what can go wrong ----
 

@@ -51,18 +51,21 @@ def model_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors named parameter|slot, plain values): moments and counts in one, groups and plain slots in the other."""
+    """(tensors named parameter|slot, plain values): moments and counts in one, groups and plain slots in the other.
+
+    All processes call it; only the first gets something.
+    """
     whole: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    for parameter, slots in whole["state"].items():
+    for parameter, slots in whole.get("state", {}).items():
         for slot, value in slots.items():
             key = f"{parameter}{SEPARATOR}{slot}"
             if isinstance(value, Tensor):
                 tensors[key] = value
             else:
                 plain[key] = value
-    return tensors, {"plain": plain, "groups": whole["param_groups"]}
+    return tensors, {"plain": plain, "groups": whole.get("param_groups", [])}
 
 
 def load_optimizer(

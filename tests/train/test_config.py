@@ -1,0 +1,116 @@
+"""Configs: typed, all faults told at once, unknown keys met with the nearest known one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from nearsight.errors import UserError
+from nearsight.train.config import OptimizerConfig, parse_override, read_yaml, to_yaml
+from nearsight.train.schedule import build_optimizer, scaled_lr
+from nearsight.train.tasks import config_from, load_config
+from nearsight.train.tasks.classify import create_network
+from tests.train.support import SMALL, small
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimizer.lrr=1", "unknown key optimizer.lrr, did you mean optimizer.lr?"),
+        ("optimiser.lr=1", "unknown key optimiser, did you mean optimizer?"),
+        ("data.weight_decay=1", "unknown key data.weight_decay, did you mean optimizer.weight_decay?"),
+        ("optimizer.lr=fast", "optimizer.lr: got 'fast', wanted a valid number"),
+        ("optimizer.lr=0", "optimizer.lr: got 0, wanted greater than 0"),
+        ("schedule.name=cosin", "schedule.name: got 'cosin', wanted 'cosine', 'restarts', 'step' or 'constant'"),
+        ("schedule.warmup_epochs=20", "schedule.warmup_epochs: got 20, wanted at most schedule.epochs=10"),
+        ("schedule.name=restarts", "schedule.restarts: got none"),
+        ("schedule.restarts=[3]", "schedule.restarts: got it with schedule.name=cosine"),
+        ("loss.mixup=0.2 data.batch_size=63", "data.batch_size: got 63 with mixing, wanted an even number"),
+        ("data.mean=[0.1,0.2]", "data.mean: got 2 numbers, wanted 1 (data.channels)"),
+        (
+            "data.on_device=true data.augment.auto=rand-m9",
+            "data.on_device: got true with data.augment.auto, which runs in workers",
+        ),
+        ("task=clasify", "task: got 'clasify', wanted one of classify. Did you mean 'classify'?"),
+        ("optimizer", "got 'optimizer', wanted KEY=VALUE"),
+    ],
+)
+def test_a_fault_is_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        load_config("digits/conv_nano", override.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_all_faults_are_gathered() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("digits/conv_nano", ["optimizer.lrr=1", "train.precision=fp8", "data.batch_size=0", "model.drop=2"])
+    text = str(caught.value)
+    assert text.startswith("digits/conv_nano: 4 faults: (1) ")
+    for key in ("optimizer.lrr", "train.precision", "data.batch_size", "model.drop"):
+        assert key in text
+
+
+def test_overrides_are_yaml() -> None:
+    config: Any = load_config(
+        "digits/conv_nano",
+        ["optimizer.lr=1e-4", "data.augment.scale=[0.5,1]", "ema.decay=null", "model.options.stages=aacc"],
+    )
+    assert (config.optimizer.lr, config.data.augment.scale, config.ema.decay) == (1e-4, (0.5, 1.0), None)
+    assert config.model.options == {"stages": "aacc"}
+    assert parse_override("data.root=a=b") == {"data": {"root": "a=b"}}
+
+
+def test_a_config_survives_yaml() -> None:
+    config = small()
+    assert config_from(read_yaml(to_yaml(config), "x"), "x") == config
+
+
+def test_bad_yaml_names_the_line() -> None:
+    with pytest.raises(UserError, match=r"x: not valid YAML in line 2"):
+        read_yaml("a: 1\nb: [", "x")
+    with pytest.raises(UserError, match="x: got list, wanted keys"):
+        read_yaml("- a", "x")
+
+
+def test_bad_model_and_optimiser_names() -> None:
+    config = small(model={"name": "sasa_resnet5O", "drop_path": None})
+    with pytest.raises(
+        UserError, match=r"model.name: timm has no model 'sasa_resnet5O'. Did you mean 'sasa_resnet\d+'"
+    ):
+        create_network(config.model, num_classes=2, in_chans=1)
+    config = small(model={"name": "sasa_resnet_nano", "options": {"windw": 3}})
+    with pytest.raises(UserError, match=r"model: sasa_resnet_nano cannot be built with .*windw"):
+        create_network(config.model, num_classes=2, in_chans=1)
+    model = create_network(small().model, num_classes=2, in_chans=1)
+    with pytest.raises(UserError, match=r"optimizer.name: got 'admw', wanted one of timm's, e.g. adamw"):
+        build_optimizer(model, OptimizerConfig(name="admw"), 64)
+    with pytest.raises(UserError, match=r"optimizer\.options: sgd refuses"):
+        build_optimizer(model, OptimizerConfig(name="sgd", options={"nonsense": 1}), 64)
+
+
+def test_batchnorm_decay_is_the_share_kept() -> None:
+    config = small(model={"bn_decay": 0.97})
+    model = create_network(config.model, num_classes=2, in_chans=1)
+    momenta = {m.momentum for m in model.modules() if "BatchNorm" in type(m).__name__}
+    assert [round(m, 6) for m in momenta] == [0.03]
+
+
+def test_learning_rate_scales_with_the_batch() -> None:
+    assert scaled_lr(OptimizerConfig(lr=1.6, base_batch=4096), 1024) == pytest.approx(0.4)
+    assert scaled_lr(OptimizerConfig(lr=1.6), 1024) == 1.6
+
+
+def test_weight_decay_reaches_biases_only_when_asked() -> None:
+    model = create_network(small().model, num_classes=2, in_chans=1)
+    shares = []
+    for everything in (False, True):
+        groups = build_optimizer(model, OptimizerConfig(weight_decay=0.1, decay_1d=everything), 64).param_groups
+        shares.append({p.dim() for group in groups if group["weight_decay"] for p in group["params"]})
+    assert 1 not in shares[0]
+    assert 1 in shares[1]
+
+
+def test_the_small_config_is_valid() -> None:
+    assert small().model.name == SMALL["model"]["name"]

@@ -1,0 +1,364 @@
+"""Images in: every source, what is wrong with it, and batches that depend on seed, epoch and position alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nearsight.errors import UserError
+from nearsight.train.data.augment import Draw, cut_out, gather, pad_images
+from nearsight.train.data.batches import Where, build_batches, plan
+from nearsight.train.data.config import AugmentConfig, DataConfig
+from nearsight.train.data.sources import hold_out, open_source
+
+CPU = Where(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARSIGHT_CACHE", str(tmp_path / "cache"))
+
+
+def settings(source: str, **keys: Any) -> DataConfig:
+    return DataConfig.model_validate({"source": source, "image_size": 8, "batch_size": 4, "workers": 0, **keys})
+
+
+def batches(data: DataConfig, training: bool = True, where: Where = CPU, seed: int = 0, notes: Any = None) -> Any:
+    source = open_source(data)
+    split = source.train if training else source.evaluation
+    note = (notes if notes is not None else []).append
+    return build_batches(split, source, data, where, training=training, seed=seed, channels_last=False, note=note)
+
+
+def picture(value: int, size: tuple[int, int] = (9, 7)) -> Image.Image:
+    return Image.fromarray(np.full((*size, 3), value, np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes, 8 training and 3 evaluation images each, of odd sizes."""
+    for split, count in (("train", 8), ("val", 3)):
+        for label, name in enumerate(("cat", "dog")):
+            place = tmp_path / "set" / split / name
+            place.mkdir(parents=True)
+            for i in range(count):
+                picture(100 * label + i, (9 + i, 12)).save(place / f"{i}.png")
+    return tmp_path / "set"
+
+
+def encoded(value: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(value).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def parquet(path: Path, rows: int, *, names: bool = True, label: str = "label", image: str = "img") -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(
+        {
+            image: [{"bytes": encoded(i), "path": f"{i}.png"} for i in range(rows)],
+            label: pa.array([i % 3 for i in range(rows)]),
+        }
+    )
+    if names:
+        features = {label: {"names": ["a", "b", "c"], "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+# ---- sources ----
+
+
+def test_digits() -> None:
+    source = open_source(settings("digits", channels=1))
+    assert (len(source.train), len(source.evaluation), len(source.classes)) == (1347, 450, 10)
+    image, label = source.evaluation.read(3)
+    assert image.size == (8, 8)
+    assert image.mode == "L"
+    assert 0 <= label < 10
+    counts = np.bincount([source.evaluation.read(i)[1] for i in range(450)])
+    assert counts.min() >= 43
+
+
+def test_folder(folder: Path) -> None:
+    data = settings(f"folder:{folder}")
+    source = open_source(data)
+    assert source.classes == ["cat", "dog"]
+    assert (len(source.train), len(source.evaluation)) == (16, 6)
+    seen = [(batch.images, batch.targets) for batch in batches(data).epoch(0)]
+    assert [tuple(images.shape) for images, _ in seen] == [(4, 3, 8, 8)] * 4
+    # Grey levels 0…7 are cats, 100…107 dogs: images and labels stay together.
+    for images, targets in seen:
+        level = images[:, 0].mean((1, 2)) * 0.229 + 0.485
+        assert ((level * 255 > 50).long() == targets).all()
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_parquet(tmp_path: Path, names: bool) -> None:
+    parquet(tmp_path / "p" / "train-00000-of-00002.parquet", 6, names=names)
+    parquet(tmp_path / "p" / "train-00001-of-00002.parquet", 3, names=names)
+    parquet(tmp_path / "p" / "test-00000-of-00001.parquet", 3, names=names)
+    source = open_source(settings(f"parquet:{tmp_path / 'p'}"))
+    assert (len(source.train), len(source.evaluation)) == (9, 3)
+    assert source.classes == (["a", "b", "c"] if names else ["0", "1", "2"])
+    assert source.train.read(7)[1] == 1
+    assert source.train.name(7) == "row 7 of train-00000-of-00002.parquet (1.png)"
+
+
+def test_cifar_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet(tmp_path / "cifar100" / "train-0.parquet", 6, label="fine_label")
+    parquet(tmp_path / "cifar100" / "test-0.parquet", 3, label="fine_label")
+    for data in (settings("cifar100", root=str(tmp_path / "cifar100")), settings(f"cifar100:{tmp_path / 'cifar100'}")):
+        assert len(open_source(data).train) == 6
+    monkeypatch.setenv("NEARSIGHT_DATA", str(tmp_path))
+    assert open_source(settings("cifar100")).mean[0] == pytest.approx(0.5071)
+
+
+def test_cifar_from_torchvisions_folder(tmp_path: Path) -> None:
+    """The same files torchvision reads, made small: its digests are those of the real ones, so they are left out."""
+    import pickle
+
+    from torchvision import datasets
+
+    base = tmp_path / datasets.CIFAR10.base_folder
+    base.mkdir()
+    for file in (*(f for f, _ in datasets.CIFAR10.train_list), "test_batch"):
+        pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+        (base / file).write_bytes(pickle.dumps({"data": pixels, "labels": [1, 0]}))
+    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": ["plane", "car"]}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)
+        patch.setattr(datasets.cifar, "check_integrity", lambda *a: True)
+        source = open_source(settings("cifar10", root=str(tmp_path)))
+    assert (len(source.train), len(source.evaluation), source.classes) == (10, 2, ["plane", "car"])
+
+
+def test_webdataset_stream(tmp_path: Path) -> None:
+    import tarfile
+
+    for split, count in (("train", 12), ("validation", 5)):
+        with tarfile.open(tmp_path / f"x-{split}-0000.tar", "w") as tar:
+            for i in range(count):
+                for suffix, data in (("png", encoded(i)), ("cls", str(i % 2).encode())):
+                    info = tarfile.TarInfo(f"{i:04d}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    (tmp_path / "_info.json").write_text(
+        json.dumps(
+            {
+                "splits": {
+                    split: {
+                        "name": split,
+                        "filenames": [f"x-{split}-0000.tar"],
+                        "shard_lengths": [count],
+                        "num_samples": count,
+                    }
+                    for split, count in (("train", 12), ("validation", 5))
+                }
+            }
+        )
+    )
+    data = settings("wds/x", root=str(tmp_path), num_classes=2)
+    train, evaluation = batches(data), batches(data, training=False)
+    assert (len(train), train.images, evaluation.images) == (3, 12, 5)
+    assert [len(batch.targets) for batch in train.epoch(0)] == [4, 4, 4]
+    assert len(list(train.epoch(0, start=2))) == 1
+    assert sum(len(b.targets) if b.valid is None else int(b.valid.sum()) for b in evaluation.epoch(0)) == 5
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("digit", "data.source: got 'digit', wanted one of digits, cifar10"),
+        ("folder:/nowhere", "data.source: no folder '/nowhere'"),
+        ("parquet:/nowhere", "data.source: no Parquet files in '/nowhere'"),
+        ("cifar10:/nowhere", "data.root: no cifar10 in /nowhere; set data.root=FOLDER"),
+        ("wds/nothing", "data.source: cannot open 'wds/nothing'"),
+    ],
+)
+def test_missing_things_are_one_line(source: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        open_source(settings(source, root=str(tmp_path) if source.startswith("wds") else None))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
+    (folder / "val" / "dog").rename(folder / "val" / "fox")
+    with pytest.raises(UserError, match=r"has 2 classes in train and 2 in evaluation, .* differ in dog, fox\.$"):
+        open_source(settings(f"folder:{folder}"))
+    one = tmp_path / "one"
+    (one / "train" / "cat").mkdir(parents=True)
+    picture(1).save(one / "train" / "cat" / "a.png")
+    with pytest.raises(UserError, match="has 1 class, wanted at least 2"):
+        open_source(settings(f"folder:{one}"))
+    (one / "train" / "dog").mkdir()
+    with pytest.raises(UserError, match=r"class folder '.*dog' has no images"):
+        open_source(settings(f"folder:{one}"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match="has no images; wanted a sub-folder per class"):
+        open_source(settings(f"folder:{empty}"))
+
+
+def test_bad_parquet_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="is not a readable Parquet file"):
+        open_source(settings(f"parquet:{tmp_path}"))
+    parquet(tmp_path / "train.parquet", 3, image="pixels")
+    with pytest.raises(UserError, match="has columns pixels, label, wanted image or img"):
+        open_source(settings(f"parquet:{tmp_path}"))
+
+
+def spoil(folder: Path) -> list[str]:
+    cut = folder / "train" / "cat" / "2.png"
+    cut.write_bytes(cut.read_bytes()[:45])
+    text = folder / "train" / "dog" / "5.png"
+    text.write_text("no image")
+    bomb = folder / "val" / "cat" / "0.png"
+    picture(3, (100, 100)).save(bomb)
+    return [str(cut), str(text), str(bomb)]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_damaged_files(folder: Path, on_device: bool) -> None:
+    bad = spoil(folder)
+    keys = {"on_device": on_device, "max_pixels": 5000}
+    for training in (True, False):
+        with pytest.raises(
+            UserError, match=r"mend or remove it, or leave such files out with data\.on_bad=skip"
+        ) as caught:
+            list(batches(settings(f"folder:{folder}", **keys), training).epoch(0))
+        assert any(name in str(caught.value) for name in bad)
+        assert "\n" not in str(caught.value)
+    keys["on_bad"] = "skip"
+    notes: list[str] = []
+    train = list(batches(settings(f"folder:{folder}", **keys), notes=notes).epoch(0))
+    held = list(batches(settings(f"folder:{folder}", **keys), training=False, notes=notes).epoch(0))
+    told = " ".join([*notes, *(name for batch in (*train, *held) for name in batch.bad)])
+    assert all(name in told for name in bad)
+    # Evaluation counts each good image once, however many are bad.
+    assert sum(int(batch.valid.sum()) for batch in held) == 5
+
+
+def test_a_bomb_is_refused_before_it_unpacks() -> None:
+    from nearsight.train.data.images import BadImageError, decode
+
+    def claims(side: int) -> bytes:
+        """A PNG of a few bytes that says it is side×side."""
+        kind = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        return encoded(0)[:8] + struct.pack(">I", 13) + kind + struct.pack(">I", zlib.crc32(kind)) + encoded(0)[33:]
+
+    for side in (10_000, 100_000):
+        with pytest.raises(BadImageError, match=r"pixels"):
+            decode(claims(side), "RGB", 89_478_485)
+
+
+def test_too_few_images_for_a_batch(folder: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"data.batch_size: got 20 × 2 processes = 40, wanted at most the 16 training images"
+    ):
+        batches(settings(f"folder:{folder}", batch_size=20), where=Where(torch.device("cpu"), 0, 2))
+
+
+# ---- batches ----
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_an_epoch_can_be_entered_anywhere(on_device: bool) -> None:
+    augment = {"crop": "pad", "pad": 2, "flip": 0.5, "cutout": 3 if on_device else 0}
+    data = settings("digits", channels=1, batch_size=64, on_device=on_device, augment=augment)
+    whole = list(batches(data, seed=5).epoch(3))
+    torch.manual_seed(99)  # the run's own generator must not matter
+    part = list(batches(data, seed=5).epoch(3, start=17))
+    assert len(whole) == 21
+    for a, b in zip(whole[17:], part, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.targets, b.targets)
+    other = next(batches(data, seed=5).epoch(4))
+    assert not torch.equal(other.targets, whole[0].targets)
+
+
+def test_workers_do_not_change_a_pixel(folder: Path) -> None:
+    keys = {"on_device": False, "augment": {"crop": "resized", "flip": 0.5, "color_jitter": 0.4}}
+    alone, helped = (list(batches(settings(f"folder:{folder}", workers=n, **keys)).epoch(1)) for n in (0, 2))
+    for a, b in zip(alone, helped, strict=True):
+        assert torch.equal(a.images, b.images)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_two_processes_share_the_batch_of_one(on_device: bool) -> None:
+    augment = {"crop": "pad", "pad": 1, "flip": 0.5}
+    one = settings("digits", channels=1, batch_size=64, on_device=on_device, augment=augment)
+    half = settings("digits", channels=1, batch_size=32, on_device=on_device, augment=augment)
+    for training in (True, False):
+        whole = batches(one, training)
+        parts = [batches(half, training, Where(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
+        assert len(whole) == len(parts[0]) == len(parts[1])
+        for a, b, c in zip(whole.epoch(2), parts[0].epoch(2), parts[1].epoch(2), strict=True):
+            assert torch.equal(a.images, torch.cat([b.images, c.images]))
+            assert torch.equal(a.targets, torch.cat([b.targets, c.targets]))
+
+
+def test_evaluation_takes_each_image_once() -> None:
+    for count, batch, world in ((5, 2, 2), (450, 64, 3), (7, 7, 1), (1, 4, 2)):
+        taken = [plan(count, batch, Where(torch.device("cpu"), rank, world)) for rank in range(world)]
+        assert len({tuple(t.shape) for t in taken}) == 1
+        real = torch.cat([t.flatten() for t in taken])
+        assert sorted(real[real >= 0].tolist()) == list(range(count))
+
+
+def test_shift_and_flip_by_hand() -> None:
+    images = torch.arange(2 * 2 * 3, dtype=torch.uint8).view(2, 2, 3, 1)
+    padded = pad_images(images, AugmentConfig(crop="pad", pad=1, pad_mode="zeros"))
+    assert padded.shape == (2, 4, 5, 1)
+    zero = torch.tensor([0, 0])
+    choice = Draw(torch.tensor([0, 2]), torch.tensor([1, 0]), torch.tensor([False, True]), zero, zero)
+    got = gather(padded, torch.tensor([1, 0]), (2, 3), choice)[..., 0]
+    # Image 1 moved down by one row; image 0 moved up by one and right by one, then flipped.
+    assert got.tolist() == [[[0, 0, 0], [6, 7, 8]], [[4, 3, 0], [0, 0, 0]]]
+
+
+def test_cutout_by_hand() -> None:
+    at = torch.tensor([0, 2])
+    choice = Draw(at, at, at > 9, torch.tensor([0, 3]), torch.tensor([4, 1]))
+    got = cut_out(torch.ones(2, 1, 4, 5), 2, choice)
+    assert got[0, 0].tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1] * 5, [1] * 5]
+    assert got[1, 0].tolist() == [[1] * 5, [1] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+
+
+def test_hold_out_is_a_fixed_share() -> None:
+    train = open_source(settings("digits", channels=1)).train
+    rest, held = hold_out(train, 0.04, seed=7)
+    assert (len(rest), len(held)) == (1293, 54)
+    assert not set(rest.indices) & set(held.indices)
+    assert hold_out(train, 0.04, seed=7)[1].indices == held.indices
+    assert hold_out(train, 0.04, seed=8)[1].indices != held.indices
+
+
+def test_decoded_images_are_cached(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = settings(f"folder:{folder}")
+    first = next(batches(data).epoch(0)).images
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
+    monkeypatch.setattr("nearsight.train.data.batches._decode_all", lambda *a: pytest.fail("decoded again"))
+    assert torch.equal(next(batches(data).epoch(0)).images, first)
+    monkeypatch.undo()
+    monkeypatch.setenv("NEARSIGHT_CACHE", str(tmp_path / "cache"))
+    picture(200, (9, 12)).save(folder / "train" / "cat" / "0.png")  # a changed file makes another entry
+    batches(data)
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2

@@ -1,0 +1,70 @@
+"""Several gloo processes on a CPU: the run of one process with the whole batch, and rank 0 alone writes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nearsight.train import checkpoints
+from nearsight.train.log import read_log
+from tests.train.support import processes, small, train
+
+# Without BatchNorm, drop path and mixing, the two runs differ by the order of additions alone.
+SAME: dict[str, Any] = {
+    "model": {"name": "qna_vit_nano", "drop_path": None},
+    "loss": {"label_smoothing": 0.1, "mixup": 0.0},
+    "data": {"augment": {"crop": "pad", "pad": 1, "cutout": 2, "erase": 0.0}, "eval_batch_size": 64},
+    "ema": {"decay": None},
+    "optimizer": {"lr": 3e-3, "base_batch": 64},
+    "train": {"max_steps": 6, "clip": 1.0},
+    "log": {"every": 1},
+}
+
+
+def rows(run: Path, kind: str, key: str) -> list[float]:
+    return [row[key] for row in read_log(run) if row["kind"] == kind]
+
+
+def final(run: Path) -> dict[str, torch.Tensor]:
+    return checkpoints.open_checkpoint(checkpoints.listed(run)[-1]).tensors("model")
+
+
+def config(batch: int, **train_keys: Any) -> Any:
+    from nearsight.train.config import merge
+
+    return small(**merge(SAME, {"data": {"batch_size": batch}, "train": train_keys}))
+
+
+def test_two_processes_learn_what_one_with_twice_the_batch_does(tmp_path: Path) -> None:
+    assert train(config(64), tmp_path / "one") == 0
+    assert processes(config(32), tmp_path / "two", 2) == [0, 0]
+    one, two = tmp_path / "one", tmp_path / "two"
+    for name, tensor in final(one).items():
+        torch.testing.assert_close(final(two)[name], tensor, rtol=1e-4, atol=2e-5)
+    # Every evaluation image counted once, by whichever process: 450 does not divide by 2 × 64.
+    assert rows(two, "eval", "images") == rows(one, "eval", "images") == [450]
+    assert rows(two, "eval", "accuracy") == rows(one, "eval", "accuracy")
+    assert rows(two, "eval", "loss") == pytest.approx(rows(one, "eval", "loss"), rel=1e-4)
+    assert rows(two, "train", "loss") == pytest.approx(rows(one, "train", "loss"), rel=1e-4)
+    # Linear scaling: the same images per step, the same learning rate.
+    assert rows(two, "train", "lr") == rows(one, "train", "lr")
+    assert sorted(p.name for p in two.iterdir()) == sorted(p.name for p in one.iterdir())
+
+
+def test_two_processes_resume_exactly(tmp_path: Path) -> None:
+    keys = {"model": {"drop_path": 0.2}, "loss": {"mixup": 0.2}, "train": {"max_steps": 5}, "data": {"batch_size": 32}}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    from nearsight.train.config import merge
+
+    wanted = small(**merge(SAME, keys))
+    assert processes(wanted, whole, 2) == [0, 0]
+    assert processes(wanted, broken, 2, die_at=4) == [-signal.SIGKILL] * 2
+    assert checkpoints.listed(broken)[-1].name == "step-00000003"
+    assert processes(wanted, broken, 2, resume=str(broken)) == [0, 0]
+    for name in ("model", "optimizer", "random"):
+        file = f"{checkpoints.FOLDER}/step-00000005/{name}.safetensors"
+        assert (broken / file).read_bytes() == (whole / file).read_bytes(), name

@@ -1,0 +1,232 @@
+"""The loop: what it writes, what it does about trouble, and that its options change what they say."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nearsight.errors import UserError
+from nearsight.train import checkpoints
+from nearsight.train.engine import Trainer, fit
+from nearsight.train.log import read_log
+from tests.train.support import small
+
+PLAIN: dict[str, Any] = {
+    "data": {"augment": {"crop": "none", "cutout": 0, "erase": 0}},
+    "loss": {"label_smoothing": 0.0, "mixup": 0.0},
+    "model": {"name": "test_vit2", "drop_path": None, "options": {"img_size": 16, "patch_size": 4}},
+    "ema": {"decay": None},
+}
+
+
+def plain(**sections: Any) -> Any:
+    from nearsight.train.config import merge
+
+    return small(**merge(merge(PLAIN, {"data": {"image_size": 16}}), sections))
+
+
+def weights(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return checkpoints.open_checkpoint(checkpoints.listed(run)[-1]).tensors(name)
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = fit(small(log={"tensorboard": True}), run, quiet=True)
+    assert sorted(p.name for p in run.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "log.jsonl",
+        "summary.json",
+        "tensorboard",
+    ]
+    rows = read_log(run)
+    assert [row["kind"] for row in rows] == ["plan", "train", "train", "train", "train", "eval"]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [2, 4, 6, 8]
+    assert {"loss", "accuracy", "images_per_s", "lr"} <= set(rows[1])
+    assert rows[-1]["images"] == 450
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["metrics"] == pytest.approx(result.metrics)
+    assert summary["step"] == 8
+    assert any((run / "tensorboard").iterdir())
+    state = checkpoints.load_checkpoint(result.checkpoint or "").state
+    assert state["score"] == result.metrics["ema_accuracy"]
+    assert {p.suffix for p in (result.checkpoint or run).iterdir()} == {".safetensors", ".json"}
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
+    config = small(train={"max_steps": 1})
+    fit(config, tmp_path, quiet=True)
+    with pytest.raises(UserError, match=r"has checkpoints already; go on with --resume .* or name another --out"):
+        fit(config, tmp_path, quiet=True)
+
+
+def test_accumulation_is_a_larger_batch(tmp_path: Path) -> None:
+    """In a network without BatchNorm, two micro-batches of 32 make the step of one batch of 64."""
+    whole = fit(plain(train={"max_steps": 3}), tmp_path / "a", quiet=True)
+    parts = fit(plain(train={"max_steps": 3, "accumulate": 2}, data={"batch_size": 32}), tmp_path / "b", quiet=True)
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
+    for name, tensor in weights(tmp_path / "a").items():
+        torch.testing.assert_close(weights(tmp_path / "b")[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_bounds_the_step(tmp_path: Path) -> None:
+    """Plain SGD moves the weights by lr times the gradient, so by at most lr times the bound."""
+    sgd = {"name": "momentum", "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0}
+    moved = []
+    for clip in (None, 1e-3):
+        config = plain(optimizer=sgd, train={"max_steps": 1, "clip": clip}, schedule={"name": "constant"})
+        trainer = Trainer(config, tmp_path / str(clip), quiet=True)
+        before = {n: p.detach().clone() for n, p in trainer.bare.named_parameters()}
+        trainer.fit()
+        moved.append(
+            sum(float((p.detach() - before[n]).square().sum()) for n, p in trainer.bare.named_parameters()) ** 0.5
+        )
+    assert moved[0] > 0.01
+    assert moved[1] == pytest.approx(0.5e-3, rel=1e-3)
+
+
+def test_the_average_follows_the_weights(tmp_path: Path) -> None:
+    fit(small(train={"max_steps": 1}, ema={"decay": 0.5}), tmp_path / "a", quiet=True)
+    # timm takes the first update whole.
+    for name, tensor in weights(tmp_path / "a").items():
+        torch.testing.assert_close(weights(tmp_path / "a", "ema")[name], tensor)
+    trail: list[dict[str, torch.Tensor]] = []
+    config = small(train={"max_steps": 2}, ema={"decay": 0.75, "buffers": False}, log={"every": 1})
+    fit(
+        config,
+        tmp_path / "b",
+        quiet=True,
+        on_step=lambda t: trail.append({n: p.detach().clone() for n, p in t.bare.named_parameters()}),
+    )
+    averaged = weights(tmp_path / "b", "ema")
+    for name in trail[0]:
+        torch.testing.assert_close(averaged[name], 0.75 * trail[0][name] + 0.25 * trail[1][name])
+    buffers = {n: t for n, t in weights(tmp_path / "b").items() if n not in trail[0]}
+    assert buffers
+    for name, tensor in buffers.items():
+        assert torch.equal(averaged[name], tensor)
+
+
+def test_bfloat16_runs_and_half_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    result = fit(small(train={"precision": "bf16", "max_steps": 2, "deterministic": False}), tmp_path / "a", quiet=True)
+    assert all(loss == loss for loss in result.losses)
+    assert weights(tmp_path / "a")["conv1.0.weight"].dtype == torch.float32
+    with pytest.raises(UserError, match=r"train\.precision: got fp16 on a CPU, wanted bf16 or no"):
+        fit(small(train={"precision": "fp16"}), tmp_path / "b", quiet=True)
+
+
+def test_channels_last_checkpointing_and_compile(tmp_path: Path) -> None:
+    """Neither the memory format nor recomputation changes what is learnt; compilation is let through to its backend."""
+    one = fit(plain(train={"max_steps": 2}, log={"every": 1}), tmp_path / "a", quiet=True)
+    model = {"channels_last": True, "grad_checkpointing": True}
+    two = fit(plain(train={"max_steps": 2}, log={"every": 1}, model=model), tmp_path / "b", quiet=True)
+    assert two.losses == pytest.approx(one.losses, rel=1e-4)
+    trainer = Trainer(plain(model={"compile": True}), tmp_path / "c", quiet=True)
+    assert hasattr(trainer.model, "_orig_mod")
+    trainer.report.close()
+
+
+def poison(at: set[int]) -> Any:
+    """From now on the loss of these steps is not a number."""
+
+    def on_step(trainer: Trainer) -> None:
+        task: Any = trainer.task
+        if not hasattr(task, "healthy"):
+            task.healthy = task.loss
+
+            def loss(model: Any, batch: Any, epoch: int) -> Any:
+                if trainer.place.step + 1 in at:
+                    batch.images = batch.images * float("nan")
+                return task.healthy(model, batch, epoch)
+
+            task.loss = loss
+
+    return on_step
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        fit(small(checkpoint={"every_steps": 2}), tmp_path, quiet=True, on_step=poison({5}))
+    good = checkpoints.listed(tmp_path)[-1]
+    assert good.name == "step-00000004"
+    assert str(caught.value).startswith(f"the loss is not finite at step 5; the last good checkpoint is {good}; ")
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path).values())
+
+
+def test_bad_steps_are_skipped_when_told_so(tmp_path: Path) -> None:
+    fit(small(train={"bad_steps": 2}), tmp_path / "a", quiet=True, on_step=poison({3, 5}))
+    assert checkpoints.open_checkpoint(checkpoints.listed(tmp_path / "a")[-1]).state["skipped"] == 2
+    # BatchNorm's statistics saw the bad images too: they must have been taken back.
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "a").values())
+    with pytest.raises(UserError, match=r"the loss is not finite at step 7; .* after 2 skipped ones"):
+        fit(small(train={"bad_steps": 2}), tmp_path / "b", quiet=True, on_step=poison({3, 5, 7}))
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_write, calls = checkpoints._write_bytes, [0]
+
+    def full(path: Path, data: bytes) -> None:
+        calls[0] += 1
+        if calls[0] > 7:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain_write(path, data)
+
+    monkeypatch.setattr(checkpoints, "_write_bytes", full)
+    with pytest.raises(
+        UserError, match=r"step-00000006: the disk is full; the last good checkpoint is .*step-00000003"
+    ):
+        fit(small(), tmp_path, quiet=True)
+    assert checkpoints.load_checkpoint(checkpoints.listed(tmp_path)[-1]).step == 3
+
+
+def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    fit(small(train={"max_steps": 1}), tmp_path, quiet=True)
+    other = small(model={"name": "test_vit2", "drop_path": None, "options": {"img_size": 8, "patch_size": 4}})
+    with pytest.raises(UserError, match=r"does not fit the model: \d+ tensors differ, first .*: got .*, wanted "):
+        fit(other, tmp_path, resume=tmp_path, quiet=True)
+    (checkpoints.listed(tmp_path)[-1] / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"is damaged: model\.safetensors has 1 bytes"):
+        fit(small(), tmp_path, resume=tmp_path, quiet=True)
+
+
+def test_resume_with_another_batch_keeps_the_share_of_the_epoch(tmp_path: Path) -> None:
+    fit(small(train={"max_steps": 4}), tmp_path, quiet=True)
+    trainer = Trainer(small(data={"batch_size": 128}), tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True)
+    assert (trainer.place.step, trainer.place.in_epoch) == (2, 2)
+    trainer.report.close()
+
+
+@pytest.mark.parametrize("loss", [{"name": "bce"}, {"cutmix": 1.0, "mixup": 0.0}, {"mix_off_epoch": 0}])
+def test_losses(tmp_path: Path, loss: dict[str, Any]) -> None:
+    result = fit(small(loss=loss, train={"max_steps": 2}), tmp_path, quiet=True)
+    assert all(0 < value < 10 for value in result.losses)
+
+
+def test_held_out_images_are_evaluated_instead(tmp_path: Path) -> None:
+    result = fit(small(data={"holdout": 0.1}, train={"max_steps": 1}), tmp_path, quiet=True)
+    assert result.metrics["images"] == 135
+
+
+def test_grad_checkpointing_is_refused_by_name(tmp_path: Path) -> None:
+    import timm
+
+    from nearsight.train.tasks.classify import create_network
+
+    config = small(model={"grad_checkpointing": True}).model
+    plain_model = timm.create_model("test_resnet")
+    refuses = type(plain_model).set_grad_checkpointing
+    with pytest.MonkeyPatch.context() as patch:
+
+        def no(self: Any, enable: bool = True) -> None:
+            assert not enable
+
+        patch.setattr(type(plain_model), "set_grad_checkpointing", no)
+        with pytest.raises(UserError, match=re.escape("model.grad_checkpointing: test_resnet does not offer it")):
+            create_network(config, num_classes=2, in_chans=1)
+    assert type(plain_model).set_grad_checkpointing is refuses
