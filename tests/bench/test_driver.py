@@ -40,8 +40,12 @@ def times(result):
 @pytest.mark.parametrize(
     ("build", "shape", "names"),
     [
-        (local_contest, LOCAL, {"nearsight torch", "conv 3x3", "unfold"}),
-        (qna_contest, QNA, {"nearsight torch", "depthwise conv", "eager, unsafe"}),
+        (local_contest, LOCAL, {"nearsight torch", "conv 3x3, NCHW", "conv 3x3, channels-last", "unfold"}),
+        (
+            qna_contest,
+            QNA,
+            {"nearsight torch", "depthwise conv, NCHW", "depthwise conv, channels-last", "eager, unsafe"},
+        ),
         (explicit_contest, EXPLICIT, {"nearsight torch", "dense map"}),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,7 +61,6 @@ class Contest:
     sizes: dict[str, int]
     contenders: Sequence[Contender]
     floor_bytes: tuple[int, int] | None = None
-    tags: Sequence[str] = field(default=())
 
     @property
     def name(self) -> str:

@@ -91,7 +91,7 @@ def wanted(contest: Contest, filters: Sequence[str]) -> list[Contender]:
     """
 
     def asked(contender: Contender) -> bool:
-        text = f"{contest.name} {contender.name} {' '.join(contest.tags)}".lower()
+        text = f"{contest.name} {contender.name}".lower()
         return not filters or any(all(word in text for word in f.lower().split()) for f in filters)
 
     peers = any(asked(c) for c in contest.contenders if not c.ours)

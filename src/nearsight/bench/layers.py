@@ -20,14 +20,13 @@ from nearsight import (
 from nearsight.bench.accuracy import find_fault
 from nearsight.bench.contest import Contender, Contest, Runner, random_source
 from nearsight.bench.ops import LOCAL, LOCAL_CPU, QNA, QNA_CPU, OpShape
+from nearsight.bench.peers.convolution import LAYOUTS
 
 __all__ = ["layer_contest", "layer_contests"]
 
 # A layer by the name of its backend; None is what a user gets.
 MakeLayer = Callable[[OpShape, str | None], nn.Module]
 MakePeer = Callable[[OpShape], nn.Module]
-
-LAYOUTS = {"NCHW": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
 def _conv(shape: OpShape) -> nn.Module:
@@ -61,6 +60,10 @@ def _stem(shape: OpShape, backend: str | None) -> nn.Module:
     return nn.Sequential(AttentionStem2d(3, shape.channels), nn.MaxPool2d(4, 4, ceil_mode=True))
 
 
+def _first(module: nn.Module) -> nn.Module:
+    return next(iter(module.children()))
+
+
 def _conv_stem(shape: OpShape) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, shape.channels, 7, stride=2, padding=3, bias=False), nn.MaxPool2d(3, 2, padding=1)
@@ -74,7 +77,10 @@ STEM_CPU = (OpShape(64, 64, 64),)
 
 
 class Entry(NamedTuple):
-    """A layer, its peers, and the maps both are timed on; `in_channels` where they differ from the map's channels."""
+    """A layer, its peers, and the maps both are timed on; `in_channels` where they differ from the map's channels.
+
+    `checked` is the part that is held against the reference: a max-pool would turn rounding into another choice of pixel.
+    """
 
     subject: str
     make: MakeLayer
@@ -82,6 +88,7 @@ class Entry(NamedTuple):
     on_cuda: Sequence[OpShape]
     on_cpu: Sequence[OpShape]
     in_channels: int | None = None
+    checked: Callable[[nn.Module], nn.Module] = lambda module: module
 
 
 LAYERS = (
@@ -89,7 +96,7 @@ LAYERS = (
     Entry("QnA2d", _qna, {"separable conv": _separable, "conv 3x3": _conv}, QNA, QNA_CPU),
     Entry("ExplicitAugmentedConv2d", _explicit_augmented, {"conv 3x3": _conv}, AUGMENTED, AUGMENTED_CPU),
     Entry("AttentionAugmentedConv2d", _attention_augmented, {"conv 3x3": _conv}, AUGMENTED, AUGMENTED_CPU),
-    Entry("AttentionStem2d", _stem, {"conv 7x7 + pool": _conv_stem}, STEM, STEM_CPU, in_channels=3),
+    Entry("AttentionStem2d", _stem, {"conv 7x7 + pool": _conv_stem}, STEM, STEM_CPU, 3, _first),
 )
 
 
@@ -137,11 +144,11 @@ def layer_contest(entry: Entry, shape: OpShape, batch: int, device: torch.device
         return run
 
     def fault() -> str | None:
-        parameters = {name: p.detach() for name, p in layer.named_parameters()}
-        truth = entry.make(shape, "reference").to(device)
+        tested, truth = entry.checked(layer), entry.checked(entry.make(shape, "reference").to(device))
+        parameters = {name: p.detach() for name, p in tested.named_parameters()}
         samples = (0, batch - 1) if batch > 2 else None
         return find_fault(
-            as_function(layer),
+            as_function(tested),
             as_function(truth),
             {"x": x, **parameters},
             samples=samples,

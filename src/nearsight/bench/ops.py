@@ -12,7 +12,7 @@ from torch import Tensor
 from nearsight import ops
 from nearsight.bench.accuracy import find_fault, find_gross_fault
 from nearsight.bench.contest import Contender, Contest, RefusedError, Runner, random_source
-from nearsight.bench.peers.convolution import convolution_runners
+from nearsight.bench.peers.convolution import LAYOUTS, convolution_runners
 from nearsight.bench.peers.explicit import dense_gaussian
 from nearsight.bench.peers.local import flex_local, unfold_local
 from nearsight.bench.peers.qna import eager_qna
@@ -128,14 +128,26 @@ class _Problem(NamedTuple):
 
         return Contender(name, lambda: [self.runner(run(), inputs)], fault, compiled=compiled)
 
-    def convolution(self, name: str, kernel: int, *, depthwise: bool = False) -> Contender:
-        values = self.inputs["v" if "v" in self.inputs else "values"]
-        return Contender(name, lambda: convolution_runners(values, self.shape.channels, kernel, depthwise=depthwise))
+    @property
+    def values(self) -> Tensor:
+        return self.inputs["v" if "v" in self.inputs else "values"]
+
+    def convolution(self, name: str, kernel: int, *, depthwise: bool = False) -> list[Contender]:
+        """A convolution of the same channels: on CUDA in its faster layout, on a CPU, where they differ by far, in both."""
+
+        def runners() -> Sequence[Runner]:
+            return convolution_runners(self.values, self.shape.channels, kernel, depthwise=depthwise)
+
+        def only(layout: str) -> Callable[[], Sequence[Runner]]:
+            return lambda: [runner for runner in runners() if runner.name == layout]
+
+        if self.values.device.type == "cuda":
+            return [Contender(name, runners)]
+        return [Contender(f"{name}, {layout}", only(layout)) for layout in LAYOUTS]
 
     def contest(self, contenders: Sequence[Contender], floor: tuple[int, int], batch: int) -> Contest:
-        values = self.inputs["v" if "v" in self.inputs else "values"]
         sizes = {"batch": batch, **{k: v for k, v in self.shape._asdict().items() if v}}
-        dtype = str(values.dtype).removeprefix("torch.")
+        dtype = str(self.values.dtype).removeprefix("torch.")
         return Contest(self.op, self.shape.text, dtype, sizes, contenders, floor)
 
 
@@ -197,7 +209,7 @@ def local_contest(
 
     contenders = [
         *problem.ours(),
-        problem.convolution("conv 3x3", 3),
+        *problem.convolution("conv 3x3", 3),
         problem.peer("unfold", lambda: unfold_local(window)),
     ]
     if compiled:
@@ -237,7 +249,7 @@ def qna_contest(
     problem = _Problem("qna", shape, inputs, tables, call, reports)
     contenders = [
         *problem.ours(),
-        problem.convolution("depthwise conv", window, depthwise=True),
+        *problem.convolution("depthwise conv", window, depthwise=True),
         problem.peer("eager, unsafe", lambda: eager_qna),
     ]
     if compiled:

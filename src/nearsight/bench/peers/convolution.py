@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from nearsight.bench.contest import Runner, random_source
 
-__all__ = ["convolution_runners"]
+__all__ = ["LAYOUTS", "convolution_runners"]
+
+LAYOUTS = {"NCHW": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
 def convolution_runners(values: Tensor, channels: int, kernel: int, *, depthwise: bool = False) -> Sequence[Runner]:
@@ -19,7 +21,7 @@ def convolution_runners(values: Tensor, channels: int, kernel: int, *, depthwise
     groups = channels if depthwise else 1
     draw = random_source(values.device)
     runners = []
-    for name, layout in (("NCHW", torch.contiguous_format), ("channels-last", torch.channels_last)):
+    for name, layout in LAYOUTS.items():
         x = draw(batch, channels, height, width, dtype=values.dtype)
         fan_in = kernel * kernel * channels // groups
         weight = draw(channels, channels // groups, kernel, kernel, dtype=values.dtype, std=fan_in**-0.5)
