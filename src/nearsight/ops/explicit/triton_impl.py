@@ -31,17 +31,17 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(side: int, per_head: int, dtype: torch.dtype) -> Tile:
-    """The tile for an axis of up to `side` pixels (a power of two) and heads of `per_head` channels: a fixed table."""
+def tile(kernel: str, side: int, per_head: int, dtype: torch.dtype) -> Tile:
+    """The tile of `kernel` for axes of up to `side` pixels (a power of two) and heads of `per_head` channels: a fixed table."""
     narrow = product_dtype(dtype, side) == torch.bfloat16
     rows = min(side, 128 if narrow else 64)
     depth = min(side, 128 if narrow else 32)
-    columns = 128 if narrow else 64
+    # The backward along y keeps two results and an operand more than the others.
+    columns = 128 if narrow and kernel != "backward_y" else 64
     channels = min(max(next_power_of_two(per_head), 8), 64)
-    others = max(1, min(columns // channels, side))
-    if others * channels < 16:
-        others = 16 // channels
-    return Tile(rows, depth, others, channels, 8 if rows * others * channels >= 128 * 128 else 4, 2)
+    others = max(1, min(columns // channels, side), 16 // channels)
+    warps = 8 if rows * others * channels >= 128 * 128 else 4
+    return Tile(rows, depth, others, channels, warps, 1 if depth >= side else 2)
 
 
 def product_dtype(dtype: torch.dtype, side: int) -> torch.dtype:
@@ -90,9 +90,8 @@ class _Problem(NamedTuple):
     def per_head(self) -> int:
         return self.values.shape[3] // self.heads
 
-    @property
-    def tile(self) -> Tile:
-        return tile(self.side, self.per_head, self.values.dtype)
+    def tile(self, kernel: str) -> Tile:
+        return tile(kernel, self.side, self.per_head, self.values.dtype)
 
     @property
     def mask(self) -> tuple[Tensor, tuple[int, ...]]:
@@ -101,16 +100,14 @@ class _Problem(NamedTuple):
             return self.values, (0, 0, 0)
         return self.key_mask.view(torch.uint8), self.key_mask.stride()
 
-    def blocks(self, others: int) -> int:
-        """Tiles of the axis a product does not run along."""
-        return -(-others // self.tile.others)
+    def grid(self, kernel: str) -> tuple[int, int, int]:
+        t, (height, width) = self.tile(kernel), self.size
+        others, along = (height, width) if kernel.endswith("_x") else (width, height)
+        parts = self.heads * -(-self.per_head // t.channels)
+        return self.values.shape[0] * parts * -(-others // t.others), -(-along // t.rows), 1
 
-    def grid(self, others: int, along: int) -> tuple[int, int, int]:
-        parts = self.heads * -(-self.per_head // self.tile.channels)
-        return self.values.shape[0] * parts * self.blocks(others), -(-along // self.tile.rows), 1
-
-    def constants(self) -> dict[str, Any]:
-        t = self.tile
+    def constants(self, kernel: str) -> dict[str, Any]:
+        t = self.tile(kernel)
         return {
             "HEADS": self.heads,
             "DH": self.per_head,
@@ -177,7 +174,7 @@ def _forward(
         GAUSSIAN=gaussian,
     )
     mask, mask_strides = p.mask
-    kernels.forward_x[p.grid(height, width)](
+    kernels.forward_x[p.grid("forward_x")](
         p.values,
         mask,
         matrices,
@@ -189,10 +186,10 @@ def _forward(
         width,
         *p.values.stride()[:3],
         *mask_strides,
-        **p.constants(),
+        **p.constants("forward_x"),
     )
     inverse, _ = _masses(p, matrices, sums, offset)
-    kernels.forward_y[p.grid(width, height)](
+    kernels.forward_y[p.grid("forward_y")](
         product,
         matrices,
         sums,
@@ -206,7 +203,7 @@ def _forward(
         offset,
         offset * height * width,
         SUMMED=SUMMED,
-        **p.constants(),
+        **p.constants("forward_y"),
     )
     return out, product, matrices, sums, totals, centres
 
@@ -219,7 +216,7 @@ def _empty_outputs(
     batch, height, _, channels = values.shape
     heads, side = radius.shape[0], _side(values)
     narrow = product_dtype(values.dtype, side)
-    blocks = -(-height // tile(side, channels // heads, values.dtype).others)
+    blocks = -(-height // tile("forward_x", side, channels // heads, values.dtype).others)
     return (
         values.new_empty(values.shape),
         values.new_empty(values.shape, dtype=narrow),
@@ -257,8 +254,9 @@ def _backward(
     if grad.stride(3) != 1:
         grad = grad.contiguous()
     inverse, slope = _masses(p, matrices, sums, offset)
-    along_y, along_x = p.grid(width, height), p.grid(height, width)
-    second_totals = values.new_empty([batch, p.blocks(width), channels], dtype=torch.float32)
+    along_y, along_x = p.grid("backward_y"), p.grid("backward_x")
+    blocks = -(-width // p.tile("backward_y").others)
+    second_totals = values.new_empty([batch, blocks, channels], dtype=torch.float32)
     second = torch.empty_like(product)
     first_shares = along_y[0] * along_y[1] // (batch * p.heads)
     share_count = first_shares + along_x[0] * along_x[1] // (batch * p.heads)
@@ -283,7 +281,7 @@ def _backward(
         *grad.stride()[:3],
         SUMMED=SUMMED,
         WANT_RADIUS=want_radius,
-        **p.constants(),
+        **p.constants("backward_y"),
     )
     mask, mask_strides = p.mask
     kernels.backward_x[along_x](
@@ -305,7 +303,7 @@ def _backward(
         *mask_strides,
         SUMMED=SUMMED,
         WANT_RADIUS=want_radius,
-        **p.constants(),
+        **p.constants("backward_x"),
     )
     if want_radius:
         dradius = shares.sum((0, 2), dtype=torch.float64).to(dradius.dtype)
