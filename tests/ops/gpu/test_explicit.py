@@ -1,0 +1,105 @@
+"""Explicit attention's Triton kernels on a GPU, at the sizes networks use."""
+
+import pytest
+import torch
+
+from nearsight.ops import explicit_attention
+from tests.support.accuracy import assert_by_error_rule
+
+pytestmark = pytest.mark.gpu
+
+
+def make(dtype, size, channels, heads=4, batch=2, mask=False, mean=0.0, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return {
+        "values": (mean + torch.randn(batch, *size, channels, generator=generator, device="cuda")).to(dtype),
+        "radius": 0.3 + torch.rand(heads, generator=generator, device="cuda"),
+        "key_mask": torch.rand(batch, *size, generator=generator, device="cuda") < 0.8 if mask else None,
+    }
+
+
+def compare(inputs, kind="gaussian", **options):
+    def run(backend):
+        return lambda **tensors: explicit_attention(**tensors, kind=kind, **options, backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(
+    ("size", "channels"), [((112, 112), 64), ((56, 56), 64), ((32, 32), 32), ((28, 28), 16), ((14, 14), 24)]
+)
+def test_the_networks_shapes(dtype, mask, size, channels):
+    compare(make(dtype, size, channels, batch=1 if size[0] > 56 else 2, mask=mask, mean=1.0))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_rectangles(seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    heads = pick(2, 5)
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    size = (pick(1, 150), pick(1, 60)) if seed % 2 else (pick(1, 60), pick(1, 150))
+    inputs = make(dtype, size, heads * pick(1, 40), heads, mask=seed % 4 == 0, seed=seed)
+    compare(inputs, ("gaussian", "exp_manhattan")[seed % 4 // 2], offset=(1.0, 0.0, 0.5)[seed % 3])
+
+
+def step(inputs):
+    leaves = [inputs[n].detach().requires_grad_() for n in ("values", "radius")]
+    out = explicit_attention(leaves[0], kind="gaussian", radius=leaves[1], backend="triton")
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def test_two_runs_agree_to_the_bit():
+    inputs = make(torch.bfloat16, (56, 56), 64, batch=32)
+    for one, two in zip(step(inputs), step(inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_memory_is_that_of_the_map():
+    """The output, one product saved, one more in the backward, two gradients: nothing of size (HW)²."""
+    inputs = make(torch.bfloat16, (112, 112), 64, batch=8)
+    step(inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(inputs)
+    assert torch.cuda.max_memory_allocated() - before < 5.5 * inputs["values"].numel() * 2
+
+
+def test_capture_and_compile():
+    inputs = make(torch.bfloat16, (28, 28), 16, batch=4)
+    want = step(inputs)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(inputs)
+    for tensor in got:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, two in zip(got, want, strict=True):
+        assert torch.equal(one, two)
+
+    leaves = [inputs[n].detach().requires_grad_() for n in ("values", "radius")]
+    compiled = torch.compile(lambda v, r: explicit_attention(v, kind="gaussian", radius=r), fullgraph=True)
+    out = compiled(*leaves)
+    for one, two in zip([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))], want, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_opcheck():
+    from nearsight.ops.explicit import triton_impl
+
+    inputs = make(torch.float32, (9, 7), 8)
+    leaves = [inputs[n].requires_grad_() for n in ("values", "radius")]
+    torch.library.opcheck(triton_impl._forward, (*leaves, None, True, 1.0))

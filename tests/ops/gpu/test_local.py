@@ -1,0 +1,145 @@
+"""Local attention's Triton kernels on a GPU: the error rule at real sizes, determinism, memory, graphs, compilation."""
+
+import pytest
+import torch
+
+from nearsight.ops import local_attention
+from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
+from tests.support.accuracy import assert_by_error_rule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Sizes, heads, head dim, window: rectangles that fill no tile, every head-dim class.
+CASES = [
+    ((19, 45), 8, 8, (7, 7)),
+    ((28, 13), 4, 16, (7, 7)),
+    ((14, 15), 3, 32, (5, 9)),
+    ((7, 9), 2, 64, (7, 7)),
+    ((9, 21), 1, 128, (3, 3)),
+    ((33, 17), 5, 6, (4, 2)),
+    ((31, 11), 2, 16, (13, 3)),
+]
+
+
+def on_gpu(inputs):
+    return {n: None if t is None else t.cuda() for n, t in inputs.items()}
+
+
+def compare(inputs, window, **options):
+    def run(backend):
+        return lambda **tensors: local_attention(**tensors, window=window, **options, backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), on_gpu(inputs))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+@pytest.mark.parametrize(("size", "heads", "dim", "window"), CASES)
+def test_error_rule(dtype, size, heads, dim, window):
+    compare(make(dtype, size, 2, heads, dim, window), window)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"border": "zeros"}, {"mask": 0.7}),
+        ({"dilation": (2, 3)}, {"tables": "heads"}),
+        ({"scale": 0.3}, {"tables": "row"}),
+        ({}, {"content": False, "mask": 0.5}),
+        ({}, {"tables": "none", "mask": 0.0}),
+    ],
+)
+def test_options(options, change):
+    compare(make(BFLOAT, (21, 18), 2, 4, 8, (5, 7), **change), (5, 7), **options)
+
+
+def test_twice_gives_the_same_bits():
+    inputs = on_gpu(make(BFLOAT, (37, 29), 4, 8, 8, (7, 7)))
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+
+    def gradients():
+        out = local_attention(**inputs, window=7, backend="triton")
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_slices_of_one_projection_are_not_copied():
+    """q, k and v as strided views: peak memory is that of the results."""
+    packed = torch.randn(4, 56, 56, 3, 8, 8, device="cuda", dtype=BFLOAT)
+    q, k, v = packed.unbind(3)
+    rows, columns = (torch.randn(7, 4, device="cuda", dtype=BFLOAT) for _ in range(2))
+    local_attention(q, k, v, window=7, rel_row=rows, rel_col=columns)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = local_attention(q, k, v, window=7, rel_row=rows, rel_col=columns)
+    lse = out.numel() // 8 * 4
+    assert torch.cuda.max_memory_allocated() - before <= out.numel() * 2 + lse + 2**20
+
+
+def test_memory_of_the_backward():
+    """Saved: the output and its log-sum-exp. In flight: dq, dk, dv and the strips' shares, O(HWC); never k²·HW."""
+    inputs = on_gpu(make(BFLOAT, (56, 56), 8, 8, 8, (7, 7)))
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+    one = inputs["q"].numel() * 2
+
+    def step():
+        before = torch.cuda.memory_allocated()
+        out = local_attention(**inputs, window=7)
+        saved = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return saved, torch.cuda.max_memory_allocated() - before
+
+    step()
+    saved, peak = step()
+    assert saved <= 1.6 * one
+    assert peak <= 12 * one
+
+
+def test_captured_in_a_graph():
+    inputs = on_gpu(make(BFLOAT, (14, 14), 2, 8, 32, (7, 7)))
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+
+    def step():
+        out = local_attention(**inputs, window=7)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = [t.clone() for t in step()]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(captured, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_without_breaks_and_without_recompiling():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: local_attention(q, k, v, window=3).sin(), fullgraph=True, dynamic=True)
+    for size in ((9, 7), (12, 5), (17, 8)):
+        q = torch.randn(1, *size, 2, 16, device="cuda", dtype=BFLOAT)
+        torch.testing.assert_close(compiled(q, q, q), local_attention(q, q, q, window=3).sin(), atol=2e-2, rtol=2e-2)
+    torch._dynamo.reset()
+
+
+def test_opcheck():
+    inputs = on_gpu(make(FLOAT, (5, 9), 1, 2, 8, (3, 3)))
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+    arguments = (*leaves, None, [3, 3], [1, 1], False, 1.0)
+    torch.library.opcheck(torch.ops.nearsight.local_attention_triton.default, arguments)
+
+
+def test_autocast_uses_the_kernel():
+    inputs = on_gpu(make(FLOAT, (9, 14), 2, 4, 8, (7, 7)))
+    with torch.autocast("cuda", BFLOAT):
+        out = local_attention(**inputs, window=7, backend="triton")
+    assert out.dtype == BFLOAT

@@ -1,0 +1,136 @@
+"""QnA's Triton kernels on a GPU, at the sizes networks use."""
+
+import pytest
+import torch
+
+from nearsight.ops import qna
+from tests.support.accuracy import assert_by_error_rule
+
+pytestmark = pytest.mark.gpu
+
+
+def make(dtype, size, heads, dim, window, queries=2, batch=2, mask=False, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def draw(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    return {
+        "values": draw(batch, *size, heads, dim),
+        "scores": draw(batch, *size, queries, heads),
+        "position_bias": draw(*window, queries, heads, dtype=torch.float32),
+        "tap_scale": draw(*window, queries, heads, dtype=torch.float32),
+        "key_mask": torch.rand(batch, *size, generator=generator, device="cuda") < 0.8 if mask else None,
+    }
+
+
+def compare(inputs, window, **options):
+    def run(backend):
+        return lambda **tensors: qna(**tensors, window=window, **options, backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("size", "heads", "dim", "window"),
+    [((56, 56), 8, 8, 3), ((28, 28), 16, 8, 3), ((14, 14), 32, 8, 3), ((56, 56), 8, 8, 7), ((7, 7), 64, 8, 3), ((28, 28), 6, 16, 3)],
+)  # fmt: skip
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_networks_shapes(dtype, size, heads, dim, window, stride):
+    compare(make(dtype, size, heads, dim, (window, window)), (window, window), stride=stride)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_rectangles(seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    size, window, stride = (pick(1, 40), pick(1, 40)), (pick(1, 11), pick(1, 11)), (pick(1, 3), pick(1, 3))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    inputs = make(dtype, size, pick(1, 20), pick(1, 33), window, queries=pick(1, 5), mask=seed % 2 == 0, seed=seed)
+    compare(inputs, window, stride=stride, combine=("sum", "stack")[seed % 4 // 2])
+
+
+@pytest.mark.parametrize("queries", [4, 9])
+def test_up_sampling(queries):
+    compare(make(torch.bfloat16, (33, 20), 4, 8, (3, 3), queries=queries), 3, combine="stack")
+
+
+def step(inputs, window=3):
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
+    out = qna(**leaves, window=window, backend="triton")
+    return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
+
+
+def test_two_runs_agree_to_the_bit():
+    inputs = make(torch.bfloat16, (56, 56), 8, 8, (3, 3), batch=32)
+    for one, two in zip(step(inputs), step(inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("window", [3, 7])
+def test_memory_is_that_of_the_map(window):
+    """Inputs, their gradients, the output, LSE and δ, and the tables' partial sums: nothing of size k²·HW."""
+    inputs = make(torch.bfloat16, (56, 56), 8, 8, (window, window), batch=32)
+    step(inputs, window)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(inputs, window)
+    values = inputs["values"].numel() * 2
+    assert torch.cuda.max_memory_allocated() - before < 6 * values
+
+
+def test_capture_and_compile():
+    inputs = make(torch.bfloat16, (28, 28), 16, 8, (3, 3), batch=4)
+    want = step(inputs)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(inputs)
+    for tensor in got:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, two in zip(got, want, strict=True):
+        assert torch.equal(one, two)
+
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
+    compiled = torch.compile(lambda **t: qna(**t, window=3), fullgraph=True)
+    out = compiled(**leaves)
+    for one, two in zip(
+        [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))], want, strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def test_opcheck():
+    from nearsight.ops.qna import triton_impl
+
+    inputs = {n: t.requires_grad_() for n, t in make(torch.float32, (9, 7), 4, 8, (3, 3)).items() if t is not None}
+    names = ("scores", "values", "position_bias", "tap_scale")
+    torch.library.opcheck(triton_impl._forward, (*(inputs[n] for n in names), None, [3, 3], [1, 1], False))
+
+
+def test_chosen_on_its_own_and_not_recompiled_per_size():
+    from nearsight.ops import backends
+    from nearsight.ops.qna import kernels
+
+    def compiled_kernels():
+        return sum(len(cache[0]) for cache in kernels.forward.device_caches.values())
+
+    first = make(torch.bfloat16, (16, 16), 8, 8, (3, 3))
+    assert backends("qna", first["scores"], first["values"], window=3)[0].usable
+    step(first)
+    count = compiled_kernels()
+    for size in ((17, 31), (1, 5), (40, 8)):
+        step(make(torch.bfloat16, size, 8, 8, (3, 3)))
+    assert compiled_kernels() == count
