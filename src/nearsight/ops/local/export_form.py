@@ -19,7 +19,7 @@ def run(call: LocalCall) -> Tensor:
     kh, kw = call.window
 
     def rows(x: Tensor, t: int) -> Tensor:
-        return x[:, t * call.dilation[0] :][:, :height]
+        return x.index_select(1, torch.arange(height, device=x.device) + t * call.dilation[0])
 
     keys = None if call.k is None else _gather_columns(call.k, call)
     column = q.new_zeros(1, 1, 1, kw, 1)
@@ -59,4 +59,6 @@ def _gather_columns(x: Tensor, call: LocalCall) -> Tensor:
     width = x.shape[2]
     padding = (*window_padding(call.window[1], call.dilation[1]), *window_padding(call.window[0], call.dilation[0]))
     padded = F.pad(x, (0, 0, 0, 0, *padding))
-    return torch.stack([padded[:, :, t * call.dilation[1] :][:, :, :width] for t in range(call.window[1])], 3)
+    taps = torch.arange(call.window[1], device=x.device) * call.dilation[1]
+    index = torch.arange(width, device=x.device)[:, None] + taps
+    return padded.index_select(2, index.flatten()).unflatten(2, (width, call.window[1]))
