@@ -1,0 +1,123 @@
+"""nearsight train, eval, predict, push from the outside: what they print, their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from nearsight import recipes
+from nearsight.cli import main
+
+QUICK = [
+    "model.name=test_resnet",
+    "data.image_size=8",
+    "train.max_steps=3",
+    "train.device=cpu",
+    "log.tensorboard=false",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", "digits/conv_nano", *QUICK, "--out", str(folder), "--json"]) == 0
+    return folder
+
+
+def test_list_show_copy(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    assert main(["train", "--list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == recipes.names()
+    assert all(row["hardware"] and row["expected"] for row in rows)
+    assert main(["train", "--show", "digits/sasa_nano"]) == 0
+    assert capsys.readouterr().out == recipes.text_of("digits/sasa_nano")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--copy", "digits/sasa_nano"]) == 0
+    assert (tmp_path / "digits-sasa_nano.yaml").read_text() == recipes.text_of("digits/sasa_nano")
+    assert main(["train", "--copy", "digits/sasa_nano"]) == 2
+    assert main(["train", "digits-sasa_nano.yaml", "--dry-run", "--json"]) == 0
+
+
+def test_dry_run(capsys: Any) -> None:
+    assert main(["train", "digits/sasa_nano", "--dry-run", "--json", "schedule.epochs=4"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["images_per_epoch"], facts["steps_per_epoch"], facts["steps"]) == (1344, 21, 84)
+    assert facts["config"]["schedule"]["epochs"] == 4
+    assert facts["parameters"] > 100_000
+    assert facts["memory_bytes"]["activations"] > 1_000_000
+    assert max(lr for _, lr in facts["lr_curve"]) == pytest.approx(3e-3, rel=0.01)
+    assert main(["train", "imagenet/qna_vit_tiny", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "data not opened, sizes taken from the recipe" in out
+    assert "15,715,560" in out
+
+
+def test_train_prints_and_resumes(run: Path, capsys: Any) -> None:
+    assert main(["train", "--resume", str(run), "train.max_steps=5", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["step"] == 5
+    assert 0 <= summary["accuracy"] <= 1
+    assert summary["run"] == str(run)
+    assert main(["train", "digits/conv_nano", *QUICK, "--out", str(run)]) == 2
+    assert "has checkpoints already; go on with --resume" in capsys.readouterr().err
+
+
+def test_eval(run: Path, capsys: Any) -> None:
+    assert main(["eval", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 450
+    assert main(["eval", str(run)]) == 0
+    assert "95 % interval" in capsys.readouterr().out
+
+
+def test_predict(run: Path, tmp_path: Path, capsys: Any) -> None:
+    Image.new("L", (20, 13), 90).save(tmp_path / "x.png")
+    assert main(["predict", str(run), str(tmp_path / "x.png"), "--top", "3", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["file"].endswith("x.png")
+    assert len(one["classes"]) == 3
+    assert main(["predict", str(run), str(tmp_path / "x.png")]) == 0
+    assert "x.png" in capsys.readouterr().out
+
+
+def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["push", str(run), f"local-dir:{tmp_path / 'hub'}"]) == 0
+    assert (tmp_path / "hub" / "model.safetensors").is_file()
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'hub'}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train"], "nearsight train: no recipe given; choose one with: nearsight train --list."),
+        (["train", "digits/sasa"], "nearsight train: no recipe 'digits/sasa'. Did you mean 'digits/sasa_nano'?"),
+        (["train", "digits/sasa_nano", "optimizer.lrr=1"], "unknown key optimizer.lrr, did you mean optimizer.lr?"),
+        (["train", "--resume", "nowhere"], "no run or checkpoint at 'nowhere'"),
+        (["eval", "nowhere"], "nearsight eval: no run or checkpoint at 'nowhere'."),
+        (["predict", "weights.pth", "x.png"], "is a pickled file, which nearsight never opens"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: Any) -> None:
+    assert main(words) == 2
+    got = capsys.readouterr()
+    assert line in got.err
+    assert got.err.count("\n") == 1
+    assert got.out == ""
+
+
+def test_a_signal_gives_its_code(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    from nearsight.train import engine
+
+    def stopped(*args: Any, **kwargs: Any) -> None:
+        raise engine.Stopped(15, 7, tmp_path, None)
+
+    monkeypatch.setattr(engine, "fit", stopped)
+    assert main(["train", "digits/conv_nano", "--out", str(tmp_path)]) == 143
+    assert (
+        capsys.readouterr().err
+        == f"nearsight train: stopped by SIGTERM after step 7; resume with --resume {tmp_path}.\n"
+    )

@@ -1,0 +1,81 @@
+"""What was trained is used: evaluation, labels, timm's hub format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from nearsight.errors import UserError
+from nearsight.train.data.sources import open_source
+from nearsight.train.engine import fit
+from nearsight.train.inference import evaluate, load_network, pixels_of, predict, push
+from tests.train.support import small
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: Any) -> Any:
+    folder = tmp_path_factory.mktemp("run")
+    options = {"name": "sasa_resnet_nano", "drop_path": None, "options": {"stages": "ccca"}}
+    result = fit(small(model=options, train={"max_steps": 6}), folder, quiet=True)
+    return folder, result
+
+
+def test_evaluation_repeats_the_runs_own(run: Any) -> None:
+    folder, result = run
+    averaged, raw = evaluate(folder, device="cpu"), evaluate(folder, average=False, device="cpu")
+    assert (averaged["weights"], raw["weights"]) == ("ema", "model")
+    assert averaged["accuracy"] == result.metrics["ema_accuracy"]
+    assert raw["accuracy"] == result.metrics["accuracy"]
+    assert raw["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
+    assert (
+        evaluate(folder, ["data.on_device=false", "data.eval_batch_size=31"], device="cpu")["accuracy"]
+        == averaged["accuracy"]
+    )
+
+
+def test_evaluation_wants_the_same_classes(run: Any, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for split in ("train", "val"):
+            Image.new("L", (9, 7)).save(tmp_path / split / name / "a.png")
+    with pytest.raises(UserError, match="has 2 classes, the checkpoint 10; wanted the same ones"):
+        evaluate(run[0], [f"data.source=folder:{tmp_path}"], device="cpu")
+
+
+def test_predictions_are_the_networks(run: Any, tmp_path: Path) -> None:
+    network = load_network(run[0])
+    test: Any = open_source(network.data).evaluation
+    files = []
+    for i in range(3):
+        files.append(tmp_path / f"{i}.png")
+        test.read(i)[0].save(files[-1])
+    found = predict(network, files, top=4)
+    logits = network.model(pixels_of(network, [test.read(i)[0] for i in range(3)]))
+    for one, row in zip(found, logits.softmax(1), strict=True):
+        assert one.labels == [str(int(i)) for i in row.topk(4).indices]
+        assert one.probabilities == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
+    assert len(predict(network, files[:1], top=99)[0].labels) == 10
+    with pytest.raises(UserError, match="no image file"):
+        predict(network, [tmp_path / "gone.png"])
+    files[0].write_text("no image")
+    with pytest.raises(UserError, match=r"0\.png: not an image\.$"):
+        predict(network, files)
+
+
+def test_hub_round_trip(run: Any, tmp_path: Path) -> None:
+    network = load_network(run[0])
+    folder = push(run[0], f"local-dir:{tmp_path / 'hub'}")
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["config.json", "model.safetensors"]
+    back = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    images = torch.randn(2, 1, 8, 11)
+    assert torch.equal(back(images), network.model(images))
+    settings = timm.data.resolve_model_data_config(back)
+    assert list(settings["input_size"]) == [1, 8, 8]
+    assert list(settings["mean"]) == pytest.approx([0.305])
+    assert back.pretrained_cfg["label_names"] == [str(n) for n in range(10)]
