@@ -89,38 +89,66 @@ def test_is_the_papers_formula(kind: str, backend: str):
 # Error rule, gradients.
 
 
+# One radius per channel here: a scalar's gradient is a single sum of both signs, which may come out near 0 and then has no
+# digits in any arithmetic; the largest of several says what the rule asks. The scalar is that sum, tested below.
+
+
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_obeys_the_error_rule(kind: str, mask: bool):
     for shape in SHAPES:
-        for heads in [0] if kind in FIXED_KINDS else [0, 2]:
-            check(kind, inputs(shape, kind, heads=heads, mask=mask))
+        check(kind, inputs(shape, kind, heads=shape[-1], mask=mask))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_obeys_the_error_rule_in_other_dtypes(kind: str, dtype: torch.dtype):
-    check(kind, inputs((2, 9, 14, 4), kind, mask=True, dtype=dtype))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_obeys_the_error_rule_in_half_types(kind: str, dtype: torch.dtype):
+    check(kind, inputs((2, 9, 14, 6), kind, heads=6, mask=True, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_in_float64(kind: str):
+    tensors = inputs((2, 9, 14, 6), kind, heads=6, mask=True, dtype=torch.float64)
+    upstream = torch.randn(2, 9, 14, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = output_and_gradients(by("reference", kind), tensors, upstream)
+    for name, got in output_and_gradients(by("torch", kind), tensors, upstream).items():
+        torch.testing.assert_close(got, want[name], atol=1e-13 * float(want[name].abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", RADIUS_KINDS)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_gradient_of_a_shared_radius_is_the_sum_of_its_channels(kind: str, backend: str, heads: int):
+    """heads = 1: a 0-d radius; heads = 3: three, each for two channels."""
+    tensors = inputs((2, 9, 14, 6), kind, heads=heads, mask=True)
+    shared = tensors["radius"] if heads > 1 else tensors["radius"][0]
+    upstream = torch.randn(2, 9, 14, 6, generator=torch.Generator().manual_seed(0))
+    own = {**tensors, "radius": tensors["radius"].repeat_interleave(6 // heads)}
+    parts = output_and_gradients(by(backend, kind), own, upstream)["gradient of radius"].unflatten(0, (heads, -1))
+    got = output_and_gradients(by(backend, kind), {**tensors, "radius": shared}, upstream)["gradient of radius"]
+    assert got.shape == shared.shape
+    error = (got.reshape(heads) - parts.sum(1)).abs()
+    assert (error <= 1e-5 * parts.abs().sum(1)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [0, 0.25])
 def test_obeys_the_error_rule_with_another_offset(kind: str, offset: float):
-    check(kind, inputs((2, 7, 10, 4), kind, mask=True), offset=offset)
+    check(kind, inputs((2, 7, 10, 4), kind, heads=4, mask=True), offset=offset)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(KINDS),
     shape=st.tuples(st.integers(0, 2), st.integers(1, 19), st.integers(1, 19)),
-    heads=st.integers(0, 3),
-    width=st.integers(1, 3),
+    heads=st.integers(4, 6),
+    width=st.integers(1, 2),
     mask=st.booleans(),
     offset=st.sampled_from([0.0, 1.0, 3.0]),
     seed=st.integers(0, 99),
 )
 def test_obeys_the_error_rule_anywhere(kind, shape, heads, width, mask, offset, seed):
-    shape = (*shape, max(heads, 1) * width)
+    shape = (*shape, heads * width)
     check(kind, inputs(shape, kind, heads=heads, mask=mask, seed=seed), offset=offset)
 
 
@@ -141,7 +169,7 @@ def test_gradcheck(kind: str, backend: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rule_catches_faults(kind: str):
     """Rows for columns, a gradient 3 % off, an element never written: each must fail the comparison above."""
-    tensors = inputs((1, 6, 9, 4), kind)
+    tensors = inputs((1, 6, 9, 4), kind, heads=4)
     run = by("torch", kind)
 
     def swapped(values: Tensor, **rest: Tensor) -> Tensor:

@@ -59,10 +59,11 @@ def _fourier(call: ExplicitCall, height: int, width: int) -> Product:
     cos ωy cos ωy′ + sin ωy sin ωy′. The transforms are matrix products: faster here than an FFT, and without complex numbers.
     """
     dtype, device = call.map_dtype, call.values.device
-    period = 2 * height - 1
     pixel = torch.arange(height, device=device)
+    # A tensor, for ONNX has no remainder by a symbolic number.
+    period = 2 * pixel[-1:] + 1
     # Reduced as integers: the angle of a large product would lose its digits.
-    angle = ((pixel[:, None] * pixel) % period).to(dtype) * (2 * math.pi / period)
+    angle = ((pixel[:, None] * pixel) % period).to(dtype) * (2 * math.pi / period.to(dtype))
     basis = torch.stack((angle.cos(), angle.sin()))
     # Each distance and each frequency stands for its negative too, 0 only for itself.
     both = 2.0 - (pixel == 0).to(dtype)
