@@ -1,7 +1,10 @@
 """The published tables, cell by cell."""
 
 import pytest
+import timm
+import torch
 
+from nearsight.models.flops import count_flops
 from nearsight.models.listing import model_names
 from nearsight.models.published import PAPERS, TABLES, Cell, compare, paper_of
 
@@ -64,6 +67,45 @@ def test_qna_as_the_authors_code_counts(name, parameters, giga):
     row = rows_of("qna")[name]
     assert row.parameters == parameters
     assert round(row.flops["qna"] / 1e9, 2) == giga
+
+
+@pytest.mark.parametrize(
+    ("label", "millions"),
+    [
+        ("Gaussian ExpAtt ResNet-34", 17.317),
+        ("Gaussian ExpAtt ResNet-50", 24.618),
+        ("Gaussian ExpAtt ResNet-101", 42.785),
+        ("Gaussian ExpAtt ResNet-152", 57.732),
+        ("AA ResNet-50", 25.786),
+        ("AA ResNet-101", 45.363),
+        ("AA ResNet-152", 61.562),
+    ],
+)
+def test_expatt_and_aa_parameters(label, millions):
+    assert rows_of("expatt")[label].parameters / 1e6 == pytest.approx(millions, abs=0.002)
+
+
+def test_expatt_flops_agree_where_the_paper_counted_itself():
+    ours = {label: c.cells["flops"] for label, c in rows_of("expatt").items() if "ExpAtt" in label}
+    assert len(ours) == 4
+    assert all(cell.agrees for cell in ours.values())
+
+
+def test_eca_is_printed_in_other_units():
+    for label, c in rows_of("expatt").items():
+        if label.startswith("ECA"):
+            assert Cell(c.row.params, c.parameters / 2**20, None).agrees, label
+
+
+def test_the_first_convolution_that_gives_cifars_flops():
+    with torch.device("meta"):
+        networks = {
+            "1.31": timm.create_model("expatt_resnet50_cifar", num_classes=100, stem_kernel=3, stages="cccc"),
+            "1.45": timm.create_model("aa_resnet50_cifar", num_classes=100, stem_kernel=3),
+            "1.25": timm.create_model("expatt_resnet50_cifar", num_classes=100, stem_kernel=3),
+        }
+    for printed, network in networks.items():
+        assert Cell(printed, count_flops(network, 32, "expatt") / 1e9, None).agrees, printed
 
 
 def test_table_4_has_its_twelve_networks():

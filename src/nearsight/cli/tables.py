@@ -61,7 +61,7 @@ def _show(out: Console, one: Table, comparisons: list[Comparison]) -> None:
     for c in comparisons:
         cells = [c.row.label]
         for name, ours, wide in (
-            ("params", c.parameters / one.unit, len(weighed) > 1),
+            ("params", c.parameters / 1e6, len(weighed) > 1),
             ("flops", c.flops[one.convention] / 1e9, len(counted) > 1),
         ):
             cells += _cells(c.cells.get(name), ours, marks) if wide else [f"{ours:.3f}"]

@@ -37,6 +37,7 @@ class Work(NamedTuple):
     mixture: int = (
         0  # the attention stem's values mixed pixel by pixel, as its paper writes them; ours mixes the weights
     )
+    pairs: int = 0  # global attention: every query with every key, and with every value
     explicit_map: int = 0  # the explicit maps applied to their values, in the cheapest exact form
     softmax: int = 0
     batch_norm: int = 0
@@ -60,23 +61,24 @@ class Convention(NamedTuple):
 CONVENTIONS: dict[str, Convention] = {
     "matmul": Convention(
         "matrix products and convolutions, a multiply and an add as two; positions as a product of their own",
-        {"product": 2, "position": 2, "explicit_map": 2},
+        {"product": 2, "position": 2, "pairs": 2, "explicit_map": 2},
     ),
     "sasa": Convention(
         "a multiply and an add as two, positions as q·(k + r), 5 per softmax logit and per BatchNorm output",
-        {"product": 2, "position": 1, "mixture": 2, "explicit_map": 2, "softmax": 5, "batch_norm": 5},
+        {"product": 2, "position": 1, "mixture": 2, "pairs": 2, "explicit_map": 2, "softmax": 5, "batch_norm": 5},
     ),
     "mac": Convention(
         "multiply-adds of matrix products and convolutions, each as one",
-        {"product": 1, "position": 1, "explicit_map": 1},
+        {"product": 1, "position": 1, "pairs": 1, "explicit_map": 1},
     ),
     "qna": Convention(
         "multiply-adds as one, and one per softmax logit, whose sum the authors' code takes by a convolution",
-        {"product": 1, "position": 1, "explicit_map": 1, "softmax": 1},
+        {"product": 1, "position": 1, "pairs": 1, "explicit_map": 1, "softmax": 1},
     ),
     "expatt": Convention(
-        "a multiply-add as one, 2 per BatchNorm output, 1 per activation and per pooled input; without the explicit map",
-        {"product": 1, "position": 1, "batch_norm": 2, "activation": 1, "pooling": 1},
+        "a multiply-add of a layer's weights as one, 2 per BatchNorm output, 1 per activation and per pooled input; without "
+        "what attention does between pixels",
+        {"product": 1, "batch_norm": 2, "activation": 1, "pooling": 1},
     ),
 }
 
@@ -228,7 +230,8 @@ def _relative_attention(layer: RelativeAttention2d, x: Tensor) -> tuple[dict[str
     pixels, keys, values = height * width, layer.key_channels, layer.out_channels
     size = (-(-height // layer.stride), -(-width // layer.stride))
     work = {
-        "product": pixels * (channels * (2 * keys + values) + pixels * (keys + values)) + prod(size) * values**2,
+        "product": pixels * channels * (2 * keys + values) + prod(size) * values**2,
+        "pairs": pixels**2 * (keys + values),
         "position": pixels * (height + width) * keys,
         "softmax": pixels**2 * layer.num_heads,
         "pooling": pixels * values if layer.stride == 2 else 0,

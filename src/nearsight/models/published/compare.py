@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 import timm
 import torch
@@ -56,16 +57,22 @@ def compare(table: Table) -> list[Comparison]:
 
 
 def _compare(table: Table, row: Row) -> Comparison:
-    parameters, work = _count(row.model, tuple(sorted(row.options.items())), table.size)
+    parameters, work = _count(row.model, row.options, table.size)
     flops = {name: CONVENTIONS[name].total(work) for name in dict.fromkeys((table.convention, "matmul"))}
-    ours = {"params": parameters / table.unit, "flops": flops[table.convention] / 1e9}
+    ours = {"params": parameters / 1e6, "flops": flops[table.convention] / 1e9}
     published = {"params": row.params, "flops": row.flops}
     cells = {n: Cell(printed, ours[n], row.notes.get(n)) for n, printed in published.items() if printed is not None}
     return Comparison(row, parameters, flops, cells)
 
 
-@functools.cache
-def _count(model: str, options: tuple, size: tuple[int, int] | None) -> tuple[int, Work]:
-    with torch.device("meta"):
-        network = timm.create_model(model, **dict(options))
-    return count_parameters(network), measure_work(network, size)
+_COUNTED: dict[str, tuple[int, Work]] = {}
+
+
+def _count(model: str, options: Mapping[str, Any], size: tuple[int, int] | None) -> tuple[int, Work]:
+    """Parameters and work of a network; several rows share one."""
+    key = repr((model, sorted(options.items()), size))
+    if key not in _COUNTED:
+        with torch.device("meta"):
+            network = timm.create_model(model, **options)
+        _COUNTED[key] = count_parameters(network), measure_work(network, size)
+    return _COUNTED[key]

@@ -65,7 +65,7 @@ def paper_of(model: str) -> Paper | None:
 class Row:
     """One published line: the call that builds the network, the numbers as printed, and why a cell cannot be reached.
 
-    `params` is in units of the table (10⁶), `flops` in 10⁹; both are strings, because "4.70" claims more than "4.7".
+    `params` is in 10⁶, `flops` in 10⁹; both are strings, because "4.70" claims more than "4.7".
     """
 
     label: str
@@ -87,5 +87,4 @@ class Table:
     rows: tuple[Row, ...]
     notes: Mapping[str, str] = field(default_factory=dict)
     size: tuple[int, int] | None = None
-    unit: float = 1e6
     remark: str | None = None
