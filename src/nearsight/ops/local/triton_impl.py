@@ -95,9 +95,9 @@ class _Choice(NamedTuple):
 
 # Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
 CHOICES = {
-    ("forward", 8): _Choice(4, 4, 2),
-    ("forward", 16): _Choice(1, 1, 2, registers=168),
-    ("forward", 32): _Choice(1, 1, 2, 64),
+    ("forward", 8): _Choice(2, 2, 3, registers=168),
+    ("forward", 16): _Choice(1, 1, 2, 64, registers=168),
+    ("forward", 32): _Choice(1, 1, 2),
     ("forward", 64): _Choice(1, 2, 2),
     ("forward", 128): _Choice(1, 4, 1, 64),
     ("walk", 8): _Choice(2, 2, 3),

@@ -1,0 +1,192 @@
+"""Local attention's Triton kernels, interpreted on the CPU: output and every gradient by the error rule, on tiny shapes."""
+
+import pytest
+import torch
+
+from nearsight.ops import backends, local_attention, local_attention_packed
+from nearsight.ops.local import triton_impl
+from tests.ops.triton.interpreter import interpreted
+from tests.support.accuracy import assert_by_error_rule
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+def make(dtype=FLOAT, size=(5, 9), batch=1, heads=2, dim=8, window=(3, 3), tables="shared", mask=None, content=True):
+    """Inputs of one call; `tables` is shared, heads, row, column or none; `mask` the share of pixels that may be attended."""
+    generator = torch.Generator().manual_seed(sum(size) + heads + dim)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    lead = (heads,) if tables == "heads" else ()
+    return {
+        "q": draw(batch, *size, heads, dim),
+        "k": draw(batch, *size, heads, dim) if content else None,
+        "v": draw(batch, *size, heads, dim),
+        "rel_row": draw(*lead, window[0], dim // 2) if tables in ("shared", "heads", "row") else None,
+        "rel_col": draw(*lead, window[1], dim // 2) if tables in ("shared", "heads", "column") else None,
+        "key_mask": torch.rand(batch, *size, generator=generator) < mask if mask is not None else None,
+    }
+
+
+def compare(inputs, window=(3, 3), **options):
+    def run(backend):
+        return lambda **tensors: local_attention(**tensors, window=window, **options, backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), inputs)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+def test_every_dtype(dtype):
+    compare(make(dtype, window=(5, 3), mask=0.7), (5, 3))
+
+
+@interpreted
+@pytest.mark.parametrize("tables", ["heads", "row", "column", "none"])
+def test_tables(tables):
+    compare(make(tables=tables, heads=3))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("window", "size"), [((2, 3), (2, 3)), ((4, 2), (6, 11)), ((7, 7), (3, 4)), ((2, 11), (4, 17))]
+)
+def test_windows(window, size):
+    """Even, larger than the map, wider than one chunk."""
+    compare(make(window=window, size=size), window)
+
+
+@interpreted
+def test_a_window_too_tall_for_the_walk():
+    window = (triton_impl.TALLEST_WALK + 2, 3)
+    compare(make(window=window, size=(7, 5), mask=0.8, heads=1), window)
+    compare(make(window=window, size=(7, 5), content=False, heads=1), window)
+
+
+@interpreted
+@pytest.mark.parametrize("border", ["mask", "zeros"])
+def test_borders_with_a_mask(border):
+    compare(make(mask=0.6, size=(4, 5)), border=border)
+
+
+@interpreted
+@pytest.mark.parametrize("dilation", [2, (1, 3)])
+def test_dilation(dilation):
+    compare(make(size=(7, 5), tables="shared"), dilation=dilation)
+
+
+@interpreted
+def test_without_content():
+    compare(make(content=False, mask=0.7, size=(4, 5)))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "dim", "tables"), [(1, 5, "none"), (3, 6, "shared"), (1, 64, "shared"), (5, 16, "heads")]
+)
+def test_heads_and_head_dims(heads, dim, tables):
+    """Head dims that fill no product, heads that fill no program."""
+    compare(make(BFLOAT, heads=heads, dim=dim, tables=tables, size=(3, 9)))
+
+
+@interpreted
+def test_a_strip_in_several_splits():
+    """Tall maps are cut: the shares of dk and dv overlap in y as they do in x."""
+    inputs = make(size=(23, 10), window=(5, 3), heads=1, dim=16)
+    launch = triton_impl._launch(inputs["q"], inputs["k"], inputs["v"], None, None, None, [5, 3], [1, 1], "walk")
+    assert launch.runtime["splits"] > 1
+    assert launch.runtime["strips"] > 1
+    compare(inputs, (5, 3))
+
+
+@interpreted
+def test_queries_without_any_key():
+    inputs = make(mask=0.5, size=(4, 5))
+    inputs["key_mask"][:, :3, :4] = False
+    compare(inputs)
+    inputs["key_mask"][:] = False
+    leaves = {n: t.requires_grad_() for n, t in inputs.items() if n != "key_mask"}
+    out = local_attention(**leaves, key_mask=inputs["key_mask"], window=3, backend="triton")
+    assert (out == 0).all()
+    for gradient in torch.autograd.grad(out.sum(), list(leaves.values())):
+        assert (gradient == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [0.25, 3.0])
+def test_scale(scale):
+    compare(make(size=(4, 5)), scale=scale)
+
+
+@interpreted
+def test_large_logits():
+    inputs = make(size=(4, 5))
+    inputs["q"] *= 40
+    compare(inputs)
+
+
+@interpreted
+def test_empty_batch():
+    compare(make(batch=0))
+
+
+@interpreted
+@pytest.mark.parametrize("content", [True, False])
+def test_packed_is_the_same(content):
+    """The packed form gives the same numbers, and one gradient laid out as the projection reads it."""
+    inputs = make(heads=2, size=(4, 7), content=content)
+    parts = [t for t in (inputs["q"], inputs["k"], inputs["v"]) if t is not None]
+    packed = torch.stack(parts, 3).requires_grad_()
+    tables = {n: inputs[n].requires_grad_() for n in ("rel_row", "rel_col")}
+    out = local_attention_packed(packed, window=3, **tables, backend="triton")
+    apart = local_attention(
+        *(None if t is None else t for t in _unpack(packed, content)), window=3, **tables, backend="triton"
+    )
+    assert torch.equal(out, apart)
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    for one, other in zip(
+        torch.autograd.grad(out, [packed, *tables.values()], up, retain_graph=True),
+        torch.autograd.grad(apart, [packed, *tables.values()], up),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+        assert one.is_contiguous()
+
+
+def _unpack(packed, content):
+    return packed.select(3, 0), packed.select(3, 1) if content else None, packed.select(3, -1)
+
+
+@interpreted
+def test_twice_gives_the_same_bits():
+    inputs = make(size=(6, 17), heads=3)
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+
+    def gradients():
+        out = local_attention(**inputs, window=3, backend="triton")
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+@interpreted
+def test_what_it_refuses():
+    q = torch.randn(1, 3, 4, 2, 8)
+
+    def reason(q, **options):
+        return {r.name: r.reason for r in backends("local_attention", q, q, q, **options)}["triton"]
+
+    assert reason(q, window=3) is None
+    assert reason(q.double(), window=3) == "needs float32, bfloat16 or float16, got float64"
+    assert reason(q, window=65) == "needs at most 64 taps per axis, got window (65, 65)"
+    assert reason(q, window=3, scale=-1.0) == "needs a scale of at least 1e-06, got -1.0"
+    assert "channels next to each other" in reason(q.transpose(-1, -2), window=3)
+    assert reason(torch.randn(1, 2, 2, 1, 130), window=3) == "needs a head dim from 1 to 128, got 130"
+
+
+def test_without_a_gpu_it_says_so():
+    q = torch.randn(1, 3, 4, 2, 8)
+    reasons = {r.name: r.reason for r in backends("local_attention", q, q, q, window=3)}
+    assert reasons["triton"] == "needs CUDA tensors, got cpu"
