@@ -8,7 +8,7 @@ powers of two; the saved log-sum-exp is in base 2 (LOG2E times the natural one).
 
 Letters: r a row of the program, l a query, (ty, tx) a tap, q a row of windows.
 """
-# ruff: noqa: E741, RUF005
+# ruff: noqa: E741
 
 import triton
 import triton.language as tl
@@ -464,13 +464,19 @@ def _scatter_column(
 
 @triton.jit
 def _store_partial(
-    partial, sums, first: tl.constexpr, tx, h, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr
-):
-    """Sum entries `first`… of `sums` over the program's pixels and store them as column tx of a table [KH, KW, L, HEADS]."""
+    partial, sums, first: tl.constexpr, tx, h, add,
+    KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Sum entries `first`… of `sums` over the program's pixels and store them as column tx of a table [KH, KW, L, HEADS].
+
+    `add` says that the program stored there before and adds to it.
+    """
     for ty in tl.static_range(KH):
         for l in tl.static_range(L):
+            at = partial + ((ty * KW + tx) * L + l) * HEADS + h
             total = tl.sum(sums[first + ty * L + l], axis=0, keep_dims=True)
-            tl.store(partial + ((ty * KW + tx) * L + l) * HEADS + h, total, mask=h < HEADS)
+            total += tl.load(at, mask=(h < HEADS) & add, other=0.0)
+            tl.store(at, total, mask=h < HEADS)
 
 
 @triton.jit(do_not_specialize=["H", "W", "OH", "OW", "tile_rows"])
@@ -489,7 +495,7 @@ def backward(
 
     A program takes STEPS tiles of ROWS rows, one below the other. Its pixels are SX columns apart, so that all of them are the
     same columns of taps of the windows that see them; likewise ROWS is a multiple of SY. Unrolled (SX = 1), the tables' sums
-    stay in registers over the steps; otherwise STEPS is 1 and each column of taps is summed and stored when it is done.
+    stay in registers over the steps; otherwise each column of taps is summed when it is done and added to what is stored.
     """
     head_blocks: tl.constexpr = (HEADS + HB - 1) // HB
     columns = tl.cdiv(W, BX * SX)
@@ -529,7 +535,7 @@ def backward(
     sums: tl.constexpr = KH * L * (KW if UNROLL else 1)
     db = _filled(sums, zero)
     dw = _filled(sums, zero)
-    for step in range(STEPS):
+    for step in range(tl.minimum(STEPS, tl.cdiv(H, ROWS) - tile_row)):
         y0 = (tile_row + step) * ROWS
         v = ()
         s = ()
@@ -556,10 +562,13 @@ def backward(
                     q_column + ((phase + (KW - 1) // 2) // SX - i), h2, channel, OH, OW, gs_y, gs_x,
                     KH, KW, SY, L, HEADS, ROWS, BX, HB, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, WANT_BIAS, WANT_SCALE,
                 )  # fmt: skip
+                again = h[None, :] < step * HEADS
                 if WANT_BIAS:
-                    _store_partial(dbias, db, 0, tx, h[None, :], KH, KW, L, HEADS)
+                    _store_partial(dbias, db, 0, tx, h[None, :], again, KH, KW, L, HEADS)
                 if WANT_SCALE:
-                    _store_partial(dscale, dw, 0, tx, h[None, :], KH, KW, L, HEADS)
+                    _store_partial(dscale, dw, 0, tx, h[None, :], again, KH, KW, L, HEADS)
+            # One lane stores what several load in the next step.
+            tl.debug_barrier()
         for r in tl.static_range(ROWS):
             pixel = (y0 + r) * W + x
             inside = _inside(y0 + r, x, H, W)
@@ -572,6 +581,6 @@ def backward(
     if UNROLL:
         for tx in tl.static_range(KW):
             if WANT_BIAS:
-                _store_partial(dbias, db, tx * KH * L, tx, h[None, :], KH, KW, L, HEADS)
+                _store_partial(dbias, db, tx * KH * L, tx, h[None, :], h[None, :] < 0, KH, KW, L, HEADS)
             if WANT_SCALE:
-                _store_partial(dscale, dw, tx * KH * L, tx, h[None, :], KH, KW, L, HEADS)
+                _store_partial(dscale, dw, tx * KH * L, tx, h[None, :], h[None, :] < 0, KH, KW, L, HEADS)

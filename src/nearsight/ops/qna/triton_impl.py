@@ -56,7 +56,8 @@ def geometry(
     if kernel == "backward":
         rows = -(-min(rows, 2) // stride[0]) * stride[0]
         unroll = unroll and stride[1] == 1
-        steps = 4 if unroll else 1
+        # Enough pixels per program that its sums for the tables weigh little beside the maps.
+        steps = 4 if unroll else 7
     return Geometry(columns, head_block, rows, steps, unroll, 1)
 
 
