@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from nearsight.models.flops import count_flops
+from nearsight.models.flops import count_flops, count_parameters
 from nearsight.models.listing import model_names
 from nearsight.models.published import PAPERS, TABLES, Cell, compare, paper_of
 
@@ -83,6 +83,13 @@ def test_qna_as_the_authors_code_counts(name, parameters, giga):
 )
 def test_expatt_and_aa_parameters(label, millions):
     assert rows_of("expatt")[label].parameters / 1e6 == pytest.approx(millions, abs=0.002)
+
+
+@pytest.mark.parametrize(("depth", "printed"), [(50, "24.5"), (101, "42.7"), (152, "57.6")])
+def test_the_wider_attention_that_gives_the_printed_counts(depth, printed):
+    with torch.device("meta"):
+        network = timm.create_model(f"expatt_resnet{depth}", dv=(None, None, None, 56))
+    assert Cell(printed, count_parameters(network) / 1e6, None).agrees
 
 
 def test_expatt_flops_agree_where_the_paper_counted_itself():
