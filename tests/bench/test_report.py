@@ -110,6 +110,14 @@ def test_many_contenders_become_one_row_per_shape():
     assert text.count("x" * 20) < 5, "a long note is cut"
 
 
+def test_noise_is_said():
+    found = results()
+    found[0].spread, found[1].spread = 0.05, 0.38
+    text = shown(report.contest_tables(found, "t"))
+    assert "NCHW; spread 38%" in text
+    assert text.count("spread") == 1
+
+
 def test_eager_times_have_their_column():
     found = results()
     found[0].total_eager_ms = 2.5

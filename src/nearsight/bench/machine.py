@@ -19,7 +19,7 @@ __all__ = ["COMMIT_VARIABLE", "stamp"]
 COMMIT_VARIABLE = "NEARSIGHT_COMMIT"
 
 
-def stamp(device: torch.device) -> dict[str, str | int | None]:
+def stamp(device: torch.device) -> dict[str, str | float | None]:
     """Date, commit, machine and versions, as the columns of a row.
 
     >>> import torch
@@ -33,6 +33,8 @@ def stamp(device: torch.device) -> dict[str, str | int | None]:
         "device": device.type,
         "machine": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
         "threads": torch.get_num_threads(),
+        # Others at work on the same cores: read times measured under a high load as ratios at most.
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "nearsight": nearsight.__version__,
         "torch": str(torch.__version__),
         "triton": _version("triton"),

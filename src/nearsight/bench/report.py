@@ -18,6 +18,8 @@ __all__ = ["contest_tables", "milliseconds", "network_table", "read_csv", "rows_
 LONG_ROWS = 24
 # Letters of a note that a cell among many shows; the files hold all of it.
 BRIEF = 90
+# A spread above this is worth saying: smaller differences than it mean nothing.
+NOISY = 0.15
 
 Row = Mapping[str, object]
 
@@ -142,7 +144,8 @@ def _who(row: Result) -> str:
 
 
 def _shown_note(row: Result) -> str:
-    note = _escape(row.note or "")
+    noisy = row.spread is not None and row.spread > NOISY
+    note = _escape("; ".join(text for text in (row.note, f"spread {row.spread:.0%}" if noisy else None) if text))
     return f"[red]{note}[/red]" if row.status in ("wrong", "failed") else note
 
 

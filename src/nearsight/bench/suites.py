@@ -50,7 +50,7 @@ class Outcome:
     title: str
     contests: Sequence[Result]
     networks: Sequence[NetworkResult]
-    stamp: dict[str, str | int | None]
+    stamp: dict[str, str | float | None]
 
     def tables(self) -> list[Table]:
         if self.suite == "models":
