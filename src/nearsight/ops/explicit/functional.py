@@ -55,7 +55,7 @@ def explicit_attention(
         exp_euclidean   exp(−√((dx/W)² + (dy/H)²) / σ)
         exp_manhattan   exp(−(|dx|/W + |dy|/H) / σ)
 
-    Memory is that of the values (but for linear, cosine and exp_euclidean on small maps, where the dense map is faster).
+    The HW×HW map is never made: memory is that of the values; linear, cosine and exp_euclidean add H matrices of W×W.
 
     Args:
         values: [B, H, W, C].

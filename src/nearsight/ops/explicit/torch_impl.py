@@ -41,9 +41,10 @@ def run(call: ExplicitCall) -> Tensor:
 
 def _separable(call: ExplicitCall, height: int, width: int) -> Product:
     """G = g_y ⊗ g_x, so G v = g_y v g_x: O(HW(H + W)C)."""
-    zero = torch.zeros((), dtype=call.map_dtype, device=call.values.device)
-    rows = map_at(call.kind, _distances(height, call), zero, height, width, call.radius)
-    columns = map_at(call.kind, zero, _distances(width, call), height, width, call.radius)
+    wide = _wide(call)
+    zero = torch.zeros((), dtype=wide, device=call.values.device)
+    rows = _map(call, _distances(height, call, wide), zero, height, width).to(call.map_dtype)
+    columns = _map(call, zero, _distances(width, call, wide), height, width).to(call.map_dtype)
 
     def product(v: Tensor) -> Tensor:
         v = torch.einsum("nyk,bkxnd->byxnd", rows, v)
@@ -58,20 +59,21 @@ def _fourier(call: ExplicitCall, height: int, width: int) -> Product:
     With F = 2H − 1 frequencies f and ω = 2πf/F, G(dy, dx) = Σ_f K_f(dx) cos(ω dy), and cos(ω(y − y′)) splits into
     cos ωy cos ωy′ + sin ωy sin ωy′. The transforms are matrix products: faster here than an FFT, and without complex numbers.
     """
-    dtype, device = call.map_dtype, call.values.device
+    wide, device = _wide(call), call.values.device
     pixel = torch.arange(height, device=device)
     # A tensor, for ONNX has no remainder by a symbolic number.
     period = 2 * pixel[-1:] + 1
     # Reduced as integers: the angle of a large product would lose its digits.
-    angle = ((pixel[:, None] * pixel) % period).to(dtype) * (2 * math.pi / period.to(dtype))
+    angle = ((pixel[:, None] * pixel) % period).to(wide) * (2 * math.pi / period.to(wide))
     basis = torch.stack((angle.cos(), angle.sin()))
     # Each distance and each frequency stands for its negative too, 0 only for itself.
-    both = 2.0 - (pixel == 0).to(dtype)
+    both = 2.0 - (pixel == 0).to(wide)
     analysis = basis[0] * both * both[:, None] / period
 
-    dy, dx = pixel.to(dtype), torch.arange(width, dtype=dtype, device=device)
-    spectrum = analysis @ map_at(call.kind, dy[:, None], dx, height, width, call.radius)
-    columns = spectrum[..., _distances(width, call).abs().long()]
+    dy, dx = pixel.to(wide), torch.arange(width, dtype=wide, device=device)
+    spectrum = (analysis @ _map(call, dy[:, None], dx, height, width)).to(call.map_dtype)
+    columns = spectrum[..., _distances(width, call, wide).abs().long()]
+    basis = basis.to(call.map_dtype)
 
     def product(v: Tensor) -> Tensor:
         v = torch.einsum("pfy,byxnd->fxnpbd", basis, v)
@@ -81,7 +83,17 @@ def _fourier(call: ExplicitCall, height: int, width: int) -> Product:
     return product
 
 
-def _distances(size: int, call: ExplicitCall) -> Tensor:
+def _wide(call: ExplicitCall) -> torch.dtype:
+    """The small matrices are made in float64 where it exists: the gradient of the radius is one long sum of both signs."""
+    return torch.float32 if call.values.device.type == "mps" else torch.float64
+
+
+def _map(call: ExplicitCall, dy: Tensor, dx: Tensor, height: int, width: int) -> Tensor:
+    radius = None if call.radius is None else call.radius.to(dy.dtype)
+    return map_at(call.kind, dy, dx, height, width, radius)
+
+
+def _distances(size: int, call: ExplicitCall, dtype: torch.dtype) -> Tensor:
     """i − j of one axis: [size, size]."""
-    pixel = torch.arange(size, dtype=call.map_dtype, device=call.values.device)
+    pixel = torch.arange(size, dtype=dtype, device=call.values.device)
     return pixel[:, None] - pixel
