@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
         "augment": {"crop": "pad", "pad": 1, "cutout": 2, "erase": 0.3},
     },
     "loss": {"label_smoothing": 0.1, "mixup": 0.2},
-    "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.05},
+    "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.05, "lr_scale": {"fc.*": 2.0}},
     "schedule": {"epochs": 1},
     "ema": {"decay": 0.9},
     "train": {"seed": 3, "deterministic": True, "device": "cpu", "max_steps": 8},
@@ -82,9 +82,9 @@ def _context() -> Any:
     return context
 
 
-def start(config: RunConfig, run: Path, *, env: dict[str, str] | None = None, **options: Any) -> Any:
+def start(config: RunConfig, run: Path, **options: Any) -> Any:
     """A run in a child process. Options: resume, die_at=step, die_writing=file number, stop_at=step, signal."""
-    process = _context().Process(target=_child, args=(config.model_dump(mode="json"), str(run), options, env or {}))
+    process = _context().Process(target=_child, args=(config.model_dump(mode="json"), str(run), options, {}))
     process.start()
     return process
 
@@ -105,6 +105,10 @@ def train(config: RunConfig, run: Path, **options: Any) -> int:
 
 def processes(config: RunConfig, run: Path, world: int, **options: Any) -> list[int]:
     """The same run on several gloo processes; their exit codes."""
+    return _together(_child, (config.model_dump(mode="json"), str(run), options), world)
+
+
+def _together(target: Any, args: tuple[Any, ...], world: int) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,5 +122,62 @@ def processes(config: RunConfig, run: Path, world: int, **options: Any) -> list[
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        started.append(start(config, run, env=env, **options))
+        process = _context().Process(target=target, args=(*args, env))
+        process.start()
+        started.append(process)
     return [finish(process) for process in started]
+
+
+def shard_child(folder: str, env: dict[str, str]) -> None:
+    """Two steps of a sharded network (FSDP2), its state gathered, written, and loaded into a fresh sharded network."""
+    os.environ.update(env)
+    import torch
+    from safetensors.torch import save_file
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from nearsight.train import state
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+
+    def build(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+        if sharded:
+            fully_shard(model[0])
+            fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build(True)
+    steps(model, optimizer, range(2))
+    assert isinstance(next(model.parameters()), DTensor)
+    weights, (moments, values) = state.model_state(model), state.optimizer_state(model, optimizer)
+    shared = [weights, moments, values]
+    torch.distributed.broadcast_object_list(shared)
+    weights, moments, values = shared
+    again, other = build(True)
+    state.load_model(again, weights, "test")
+    state.load_optimizer(again, other, moments, values)
+    steps(again, other, range(2, 3))
+    resumed = state.model_state(again)
+    if rank == 0:
+        whole, plain = build(False)
+        steps(whole, plain, range(3))
+        save_file({f"resumed.{k}": v for k, v in resumed.items()}, f"{folder}/resumed.safetensors")
+        save_file({f"resumed.{k}": v for k, v in whole.state_dict().items()}, f"{folder}/whole.safetensors")
+    torch.distributed.barrier()
+
+
+def sharded(folder: Path) -> list[int]:
+    """The exit codes of `shard_child` on two processes."""
+    return _together(shard_child, (str(folder),), 2)

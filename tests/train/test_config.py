@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from nearsight.errors import UserError
 from nearsight.train.config import OptimizerConfig, parse_override, read_yaml, to_yaml
-from nearsight.train.schedule import build_optimizer, scaled_lr
+from nearsight.train.schedule import build_optimizer, build_schedule, scaled_lr
 from nearsight.train.tasks import config_from, load_config
 from nearsight.train.tasks.classify import create_network
 from tests.train.support import SMALL, small
@@ -110,6 +111,29 @@ def test_weight_decay_reaches_biases_only_when_asked() -> None:
         shares.append({p.dim() for group in groups if group["weight_decay"] for p in group["params"]})
     assert 1 not in shares[0]
     assert 1 in shares[1]
+
+
+def test_learning_rates_by_name_follow_the_schedule() -> None:
+    config = small(optimizer={"lr": 0.2, "weight_decay": 0.1, "lr_scale": {"conv1*": 0.5, "*.bias": 10.0}})
+    model = create_network(config.model, num_classes=2, in_chans=1)
+    optimizer = build_optimizer(model, config.optimizer, 64)
+    schedule = build_schedule(optimizer, config.schedule, steps_per_epoch=10)
+    names = {id(p): n for n, p in model.named_parameters()}
+    seen = []
+    for step in (0, 5):
+        schedule.step_update(step)
+        rate = 0.2 * (1 + math.cos(math.pi * step / 10)) / 2
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = names[id(p)]
+                seen.append(name)
+                factor = (0.5 if name.startswith("conv1") else 1.0) * (10.0 if name.endswith(".bias") else 1.0)
+                factor *= 2.0 if name.startswith("fc.") else 1.0  # the small config's own
+                assert group["lr"] == pytest.approx(rate * factor), name
+                assert (group["weight_decay"] > 0) == (p.dim() > 1)
+    assert sorted(seen) == sorted([*names.values()] * 2)
+    with pytest.raises(UserError, match=r"optimizer\.lr_scale: 'con1\*' matches no parameter; one is conv1"):
+        build_optimizer(model, OptimizerConfig(lr_scale={"con1*": 2.0}), 64)
 
 
 def test_the_small_config_is_valid() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from nearsight.train import checkpoints
 from nearsight.train.log import read_log
-from tests.train.support import processes, small, train
+from tests.train.support import processes, sharded, small, train
 
 # Without BatchNorm, drop path and mixing, the two runs differ by the order of additions alone.
 SAME: dict[str, Any] = {
@@ -68,3 +68,13 @@ def test_two_processes_resume_exactly(tmp_path: Path) -> None:
     for name in ("model", "optimizer", "random"):
         file = f"{checkpoints.FOLDER}/step-00000005/{name}.safetensors"
         assert (broken / file).read_bytes() == (whole / file).read_bytes(), name
+
+
+def test_a_sharded_network_is_saved_whole_and_resumed(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    assert sharded(tmp_path) == [0, 0]
+    resumed, whole = (load_file(tmp_path / f"{name}.safetensors") for name in ("resumed", "whole"))
+    assert resumed.keys() == whole.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)

@@ -56,7 +56,7 @@ def text_of(name: str) -> str:
 def header(name: str) -> list[str]:
     """The comment lines a recipe opens with, without '#'.
 
-    >>> header("digits/conv_nano")[0].startswith("nearsight train digits/sasa_nano")
+    >>> header("digits/sasa_nano")[0].startswith("nearsight train digits/sasa_nano")
     True
     """
     lines = []

@@ -66,6 +66,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     decay_1d: bool = Field(default=False, description="weight decay also on biases and norms")
     layer_decay: float | None = Field(default=None, gt=0, le=1)
+    lr_scale: dict[str, float] = Field(
+        default_factory=dict, description="factors on lr by parameter name, with * for anything: {'backbone.*': 0.1}"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="further keywords of the optimiser")
 
 

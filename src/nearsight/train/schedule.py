@@ -6,8 +6,9 @@ Schedules count steps. They stay outside `accelerator.prepare`, which would step
 from __future__ import annotations
 
 import bisect
+import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
             f"optimizer.name: got {config.name!r}, wanted one of timm's" + (f", e.g. {near}." if near else ".")
         )
     try:
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             model,
             opt=config.name,
             lr=scaled_lr(config, batch),
@@ -87,6 +88,30 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
         )
     except TypeError as error:
         raise UserError(f"optimizer.options: {config.name} refuses {config.options} ({error}).") from error
+    _scale_groups(model, optimizer, config.lr_scale)
+    return optimizer
+
+
+def _scale_groups(model: nn.Module, optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> None:
+    """Give parameters whose names match a pattern a group of their own with `lr_scale`, which timm's schedules multiply in."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for pattern, factor in factors.items():
+        matched = {key for key, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            near = nearest(pattern, names.values())
+            raise UserError(
+                f"optimizer.lr_scale: {pattern!r} matches no parameter" + (f"; one is {near}." if near else ".")
+            )
+        for group in list(optimizer.param_groups):
+            moved = [p for p in group["params"] if id(p) in matched]
+            if not moved:
+                continue
+            scaled = {**group, "params": moved, "lr_scale": group.get("lr_scale", 1.0) * factor}
+            group["params"] = [p for p in group["params"] if id(p) not in matched]
+            if group["params"]:
+                optimizer.param_groups.append(scaled)
+            else:
+                group.update(scaled)
 
 
 def build_schedule(
