@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError, BackendError
 from nearsight.ops import backends, qna, qna_weights
-from nearsight.ops.qna import export_form, planes
+from nearsight.ops.qna import export_form, planes, sums
 from nearsight.ops.qna.call import prepare
+from nearsight.ops.qna.sums import Sums
 from tests.support.accuracy import assert_by_error_rule
 
 L, HEADS, DIM = 2, 3, 4
@@ -159,10 +160,55 @@ def test_obeys_the_error_rule_in_other_dtypes(dtype, tables):
         assert_by_error_rule(on("torch", **options), on("reference", **options), given)
 
 
+@pytest.mark.parametrize("combine", ["sum", "stack"])
+@pytest.mark.parametrize(("size", "window", "stride"), CASES)
+def test_planes_alone_obey_the_error_rule(monkeypatch, size, window, stride, combine):
+    monkeypatch.setattr(Sums, "of", no_sums)
+    options = {"window": window, "stride": stride, "combine": combine}
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_by_error_rule(on("torch", **options), on("reference", **options), inputs(2, *size, window, dtype=dtype))
+
+
+@pytest.mark.parametrize("combine", ["sum", "stack"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("tables", [False, True])
+def test_sums_alone_obey_the_error_rule(monkeypatch, stride, combine, tables):
+    monkeypatch.setattr(Sums, "of", classmethod(lambda cls, *a: cls(*a[:4], *a[5:])))
+    monkeypatch.setattr(sums, "GROUP", 7 * 10 * 2 * HEADS * DIM)
+    options = {"window": (3, 5), "stride": stride, "combine": combine}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = inputs(3, 7, 10, (3, 5), dtype=dtype, tables=tables, spread=1.5)
+        assert_by_error_rule(on("torch", **options), on("reference", **options), given)
+
+
+def no_sums(*arguments):
+    return None
+
+
+def test_sums_are_given_up_where_they_would_lose_digits():
+    def form(given, window=(3, 3), mask=None):
+        return Sums.of(*given.values(), mask, window, (1, 1), False)
+
+    mild = inputs(2, 6, 7, (3, 3), spread=1.0)
+    assert isinstance(form(mild), Sums)
+    outlier = {**mild, "scores": mild["scores"].clone()}
+    outlier["scores"][0, 0, 0] = 40.0
+    assert form(outlier) is None
+    steep = {**mild, "position_bias": mild["position_bias"] * 100}
+    assert form(steep) is None
+    assert form({n: t.double() for n, t in mild.items()}) is None
+    assert form(mild, mask=some_mask(2, 6, 7)) is None
+    assert form(inputs(2, 6, 7, (2, 3), spread=1.0), (2, 3)) is None
+    assert form(inputs(2, 6, 1, (1, 3), spread=1.0), (1, 3)) is None
+    wide = torch.where(torch.arange(42).view(6, 7, 1, 1) % 5 == 0, 15.0, 0.0).expand(2, 6, 7, L, HEADS)
+    assert_by_error_rule(on("torch", window=3), on("reference", window=3), {**mild, "scores": wide.contiguous()})
+
+
 @pytest.mark.parametrize("budget", [1, 500])
 def test_pieces_fit_together(monkeypatch, budget):
     """Cut into stretches of a pixel or a few, the planes give the same."""
     monkeypatch.setattr(planes, "BUDGET_CPU", budget)
+    monkeypatch.setattr(Sums, "of", no_sums)
     for stride, combine in ((1, "sum"), (2, "stack")):
         options = {"window": 3, "stride": stride, "combine": combine, "key_mask": some_mask(2, 5, 6)}
         assert_by_error_rule(on("torch", **options), on("reference", **options), inputs(2, 5, 6, (3, 3)))
@@ -361,12 +407,12 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 def test_memory_does_not_grow_with_the_window(monkeypatch):
     """No tensor larger than the planes (the padded inputs) or the budget of a piece, forward and backward."""
     monkeypatch.setattr(planes, "BUDGET_CPU", 1 << 12)
-    height, width, window = 20, 24, (9, 9)
+    height, width, window = 12, 14, (7, 7)
     given = {n: t.requires_grad_() for n, t in inputs(1, height, width, window, heads=2, dim=8).items()}
     with Largest() as seen:
         out = planes_forward_and_backward(given, window)
     assert torch.isfinite(out).all()
-    padded = (height + 8) * (width + 8)
+    padded = (height + 6) * (width + 6)
     assert seen.numel <= padded * 2 * 8
     assert seen.numel < window[0] * window[1] * height * width
 

@@ -11,6 +11,7 @@ from nearsight.ops.dispatch import full_precision
 from nearsight.ops.qna import export_form
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
+from nearsight.ops.qna.sums import Sums
 
 __all__ = ["run"]
 
@@ -44,7 +45,12 @@ def qna_planes(
     out = _output(scores, values, stride, stack)
     if out.numel() > 0:
         with full_precision(values):
-            aggregate(_pieces(scores, values, position_bias, tap_scale, key_mask, window, stride, stack), out)
+            arguments = (scores, values, position_bias, tap_scale, key_mask, *_pairs(window, stride), stack)
+            sums = Sums.of(*arguments)
+            if sums is not None:
+                sums.forward(out)
+            else:
+                aggregate(Pieces(*arguments, _math(scores, values)), out)
     return out
 
 
@@ -65,10 +71,14 @@ def qna_planes_backward(
     if grad.numel() == 0:
         return tuple(t.zero_() for t in _like_inputs(*inputs))  # type: ignore[return-value]
     with full_precision(values):
-        pieces = _pieces(*inputs, key_mask, window, stride, stack)
-        found = aggregate_backward(pieces, grad, scores, values)
+        arguments = (*inputs, key_mask, *_pairs(window, stride), stack)
+        sums = Sums.of(*arguments)
+        if sums is not None:
+            found = sums.backward(grad, scores, values)
+        else:
+            found = aggregate_backward(Pieces(*arguments, _math(scores, values)), grad, scores, values)
     tables = [
-        values.new_empty(0) if table is None or gradient is None else gradient.view(table.shape).to(table.dtype)
+        values.new_empty(0) if table is None or gradient is None else gradient.reshape(table.shape).to(table.dtype)
         for table, gradient in zip(inputs[2:], found[2:], strict=True)
     ]
     return found.scores, found.values, *tables  # type: ignore[return-value]
@@ -109,28 +119,12 @@ def _like_inputs(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     )
 
 
-def _pieces(
-    scores: Tensor,
-    values: Tensor,
-    position_bias: Tensor | None,
-    tap_scale: Tensor | None,
-    key_mask: Tensor | None,
-    window: list[int],
-    stride: list[int],
-    stack: bool,
-) -> Pieces:
-    dtype = torch.float64 if torch.float64 in (scores.dtype, values.dtype) else torch.float32
-    return Pieces(
-        scores,
-        values,
-        position_bias,
-        tap_scale,
-        key_mask,
-        (window[0], window[1]),
-        (stride[0], stride[1]),
-        stack,
-        dtype,
-    )
+def _pairs(window: list[int], stride: list[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (window[0], window[1]), (stride[0], stride[1])
+
+
+def _math(scores: Tensor, values: Tensor) -> torch.dtype:
+    return torch.float64 if torch.float64 in (scores.dtype, values.dtype) else torch.float32
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

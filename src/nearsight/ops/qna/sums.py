@@ -1,0 +1,187 @@
+"""QnA's aggregation as quotients of window sums, the authors' form, for calls in which it is exact enough.
+
+    z = Σ_l Sum_k(e_l·V ; exp(B)·W_s) / Sum_k(e_l ; exp(B)) ,   e_l = exp(score − its maximum over the image)
+
+Each Sum_k is a depthwise convolution, for which a CPU has its best code. One maximum per image is not safe: in a window whose
+scores all lie far below it, e_l loses its digits or vanishes. So the windows' denominators are looked at, which is allowed
+where it costs nothing (inside the registered operator, on a CPU), and the form is given up when one of them is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.qna.planes import Gradients
+
+__all__ = ["Sums"]
+
+# exp(−16): a score within 16 of the maximum loses no more of its digits in the difference than one step of float32 at 16.
+SMALLEST = 1e-7
+# Numbers of a group of images, all queries and channels counted.
+GROUP = 1 << 19
+
+
+class Sums:
+    """A call in this form; `of` makes it, or says with None that the call needs the other one."""
+
+    def __init__(
+        self,
+        scores: Tensor,
+        values: Tensor,
+        position_bias: Tensor | None,
+        tap_scale: Tensor | None,
+        window: tuple[int, int],
+        stride: tuple[int, int],
+        stack: bool,
+    ) -> None:
+        batch, height, width, queries, heads = scores.shape
+        self.size, self.queries, self.heads, self.dim = (batch, height, width), queries, heads, values.shape[-1]
+        self.stack, self.stride, self.padding = stack, list(stride), [(taps - 1) // 2 for taps in window]
+        scores = scores.float()
+        largest = scores.flatten(1, 2).amax(1)[:, None, None]
+        self.raised = (scores - largest).exp_().flatten(3)
+        # [L·heads, 1, kh, kw]
+        self.bias = torch.ones(queries * heads, 1, *window) if position_bias is None else self._kernel(position_bias)
+        if position_bias is not None:
+            self.bias = (self.bias - self.bias.amax((1, 2, 3), keepdim=True)).exp_()
+        self.scale = None if tap_scale is None else self._kernel(tap_scale)
+        self.total = self._sum(self.raised, self.bias)
+        self.values = values.float().flatten(3)
+        # [L·heads, L·heads·D], a one where a channel belongs to a query's head: its product copies or adds up, exactly.
+        self.spread = torch.eye(queries * heads).repeat_interleave(self.dim, dim=1)
+
+    @classmethod
+    def of(
+        cls,
+        scores: Tensor,
+        values: Tensor,
+        position_bias: Tensor | None,
+        tap_scale: Tensor | None,
+        key_mask: Tensor | None,
+        window: tuple[int, int],
+        stride: tuple[int, int],
+        stack: bool,
+    ) -> Sums | None:
+        one_tap = all(min(taps, size) == 1 for taps, size in zip(window, scores.shape[1:3], strict=True))
+        even = any(taps % 2 == 0 for taps in window)
+        double = torch.float64 in (scores.dtype, values.dtype)
+        # With one tap the gradient of the scores is exactly 0, which differences of quotients are not.
+        if values.device.type != "cpu" or key_mask is not None or one_tap or even or double:
+            return None
+        sums = cls(scores, values, position_bias, tap_scale, window, stride, stack)
+        return sums if min(float(sums.total.min()), float(sums.bias.min())) >= SMALLEST else None
+
+    @staticmethod
+    def _kernel(table: Tensor) -> Tensor:
+        return table.float().flatten(2).permute(2, 0, 1)[:, None].contiguous()
+
+    def _sum(self, pixels: Tensor, kernel: Tensor) -> Tensor:
+        """[B, H, W, channels] summed over the windows, weighted by kernel [channels, 1, kh, kw]."""
+        summed = torch.conv2d(
+            pixels.permute(0, 3, 1, 2), kernel, None, self.stride, self.padding, groups=kernel.shape[0]
+        )
+        return summed.permute(0, 2, 3, 1)
+
+    def _sum_backward(self, grad: Tensor, pixels: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
+        of_pixels, of_kernel, _ = torch.ops.aten.convolution_backward(
+            grad.permute(0, 3, 1, 2),
+            pixels.permute(0, 3, 1, 2),
+            kernel,
+            None,
+            self.stride,
+            self.padding,
+            [1, 1],
+            False,
+            [0, 0],
+            kernel.shape[0],
+            [True, True, False],
+        )
+        return of_pixels.permute(0, 2, 3, 1), of_kernel
+
+    def _groups(self) -> Iterator[slice]:
+        """A few images at a time: what is made of them stays in the cache, in memory that is used again."""
+        batch, height, width = self.size
+        images = max(1, GROUP // (height * width * self.spread.shape[1]))
+        for first in range(0, batch, images):
+            yield slice(first, min(first + images, batch))
+
+    def _kernels(self) -> Tensor:
+        """exp(B)·W_s for every channel: [L·C, 1, kh, kw]."""
+        kernel = self.bias if self.scale is None else self.bias * self.scale
+        return kernel.repeat_interleave(self.dim, dim=0)
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        """[…, L·heads] → […, L, heads, 1]."""
+        return x.unflatten(-1, (self.queries, self.heads, 1))
+
+    def _per_channel(self, x: Tensor) -> Tensor:
+        """[…, L·C] → […, L, heads, D]."""
+        return x.unflatten(-1, (-1, self.heads, self.dim))
+
+    def _buffer(self, height: int, width: int) -> Tensor:
+        images = max((group.stop - group.start for group in self._groups()), default=0)
+        return torch.empty(images, height, width, self.queries, self.heads, self.dim)
+
+    def forward(self, out: Tensor) -> Tensor:
+        """Fill out [B, H', W', (L,) heads, D]."""
+        kernel, inverse = self._kernels(), self._per_head(self.total.reciprocal())
+        raised, values = self._per_head(self.raised), self._per_channel(self.values)
+        result = out if out.dtype == torch.float32 else torch.empty(out.shape)
+        buffer = self._buffer(*self.size[1:])
+        for group in self._groups():
+            product = torch.mul(raised[group], values[group], out=buffer[: group.stop - group.start])
+            summed = self._per_channel(self._sum(product.flatten(3), kernel))
+            if self.stack:
+                torch.mul(summed, inverse[group], out=result[group])
+            else:
+                _weighted_sum(summed, inverse[group], result[group])
+        return out if result is out else out.copy_(result)
+
+    def backward(self, grad: Tensor, scores: Tensor, values: Tensor) -> Gradients:
+        """Gradients of everything; `scores` and `values` say shapes and dtypes."""
+        grad = self._per_channel(grad.float().flatten(3))
+        kernel, inverse = self._kernels(), self._per_head(self.total.reciprocal())
+        raised, pixels = self._per_head(self.raised), self._per_channel(self.values)
+        of_raised, of_total = torch.empty_like(self.raised), torch.empty_like(self.total)
+        of_kernel, of_values = torch.zeros_like(kernel), torch.empty(values.shape)
+        buffer, windows = self._buffer(*self.size[1:]), self._buffer(*self.total.shape[1:3])
+        for group in self._groups():
+            count = group.stop - group.start
+            product = torch.mul(raised[group], pixels[group], out=buffer[:count])
+            summed = self._per_channel(self._sum(product.flatten(3), kernel))
+            work = torch.mul(summed, grad[group], out=windows[:count])
+            of_total[group] = work.flatten(3) @ self.spread.T
+            work = torch.mul(inverse[group], grad[group], out=windows[:count])
+            of_product, of_this = self._sum_backward(work.flatten(3), product.flatten(3), kernel)
+            of_kernel += of_this
+            of_product = self._per_channel(of_product)
+            _weighted_sum(of_product, raised[group], of_values[group])
+            work = torch.mul(of_product, pixels[group], out=product)
+            of_raised[group] = work.flatten(3) @ self.spread.T
+        of_total.mul_(inverse.flatten(3)).mul_(inverse.flatten(3)).neg_()
+        through_total, of_bias = self._sum_backward(of_total, self.raised, self.bias)
+        of_kernel = of_kernel.unflatten(0, (-1, self.dim)).sum(1)
+        of_scale = None if self.scale is None else of_kernel * self.bias
+        of_bias = (of_bias + (of_kernel if self.scale is None else of_kernel * self.scale)) * self.bias
+
+        def table(kernels: Tensor) -> Tensor:
+            return kernels.view(self.queries, self.heads, *self.bias.shape[2:]).permute(2, 3, 0, 1)
+
+        return Gradients(
+            of_raised.add_(through_total).mul_(self.raised).view(scores.shape).to(scores.dtype),
+            of_values.to(values.dtype),
+            table(of_bias),
+            None if of_scale is None else table(of_scale),
+        )
+
+
+def _weighted_sum(parts: Tensor, weights: Tensor, out: Tensor) -> None:
+    """out = Σ_l parts_l·weights_l, of […, L, heads, D] and […, L, heads, 1]."""
+    for part, (one, weight) in enumerate(zip(parts.unbind(3), weights.unbind(3), strict=True)):
+        if part == 0:
+            torch.mul(one, weight, out=out)
+        else:
+            out.addcmul_(one, weight)
