@@ -67,16 +67,17 @@ def tables(
 
 
 @triton.jit
-def _place(others, HEADS: tl.constexpr, DH: tl.constexpr, OB: tl.constexpr, CB: tl.constexpr):
-    """What a program takes: block of the other axis, block of the head's channels, head, image."""
+def _place(others, steps, HEADS: tl.constexpr, DH: tl.constexpr, OB: tl.constexpr, CB: tl.constexpr):
+    """What a program takes: `steps` blocks of the other axis from the first to before the last, channels, head, image."""
     c_blocks: tl.constexpr = (DH + CB - 1) // CB
     o_blocks = tl.cdiv(others, OB)
+    groups = tl.cdiv(o_blocks, steps)
     pid = tl.program_id(0)
-    o_block = pid % o_blocks
-    pid = pid // o_blocks
+    first = (pid % groups) * steps
+    pid = pid // groups
     c_block = pid % c_blocks
     pid = pid // c_blocks
-    return o_block, c_block, pid % HEADS, (pid // HEADS).to(tl.int64)
+    return first, tl.minimum(o_blocks, first + steps), c_block, pid % HEADS, (pid // HEADS).to(tl.int64)
 
 
 @triton.jit
@@ -157,88 +158,100 @@ def _centre(values, key_mask, channel, valid, H, W, vs_y, vs_x, ms_y, ms_x, MASK
     return tl.sum(v.to(tl.float32), axis=0) / count
 
 
-@triton.jit(do_not_specialize=["H", "W"])
+@triton.jit(do_not_specialize=["H", "W", "steps"])
 def forward_x(
-    values, key_mask, matrices, sums, product, totals, centres, H, W,
+    values, key_mask, matrices, sums, product, totals, centres, H, W, steps,
     vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr,
     OB: tl.constexpr, CB: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """product = V g_x, ΣV over the tile, and the image's centre."""
-    o_block, c_block, head, batch = _place(H, HEADS, DH, OB, CB)
-    y, channel, valid = _columns(o_block, c_block, head, H, DH, OB, CB)
+    first_block, last_block, c_block, head, batch = _place(H, steps, HEADS, DH, OB, CB)
+    _, channel, valid = _columns(0, c_block, head, H, DH, OB, CB)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     matrix = matrices + (head * 4 + 2) * (SIDE * SIDE) + m[:, None] * SIDE
     values += batch * vs_b
     key_mask += batch * ms_b
     product += batch * H * W * (HEADS * DH)
     centre = _centre(values, key_mask, channel, valid, H, W, vs_y, vs_x, ms_y, ms_x, MASKED)
-    acc = tl.zeros([BM, OB * CB], tl.float32)
-    total = tl.zeros([OB * CB], tl.float32)
-    for first in range(0, W, BK):
-        x = first + tl.arange(0, BK)
-        at = values + x[:, None] * vs_x + (y * vs_y + channel)[None, :]
-        inside = (x < W)[:, None] & valid[None, :]
-        g = tl.load(matrix + x[None, :])
-        if MASKED:
-            v = _load_centred(at, centre, key_mask, x, y, inside, ms_x, ms_y, MASKED)
-        else:
-            v = tl.load(at, mask=inside, other=0.0)
-        acc = tl.dot(g, v.to(g.dtype), acc, input_precision=PRECISION)
-        total += tl.sum(v.to(tl.float32), axis=0)
-    if not MASKED:
-        # Centred after the exact product: the values themselves need no rounding.
-        acc -= tl.load(sums + (head * 5 + 2) * SIDE + m)[:, None] * centre[None, :]
-        total = tl.where(valid, total - W * centre, 0.0)
-    at = product + m[:, None] * (HEADS * DH) + (y * (W * HEADS * DH) + channel)[None, :]
-    tl.store(at, acc.to(product.dtype.element_ty), mask=(m < W)[:, None] & valid[None, :])
-    if tl.program_id(1) == 0:
-        _store_total(totals, total, o_block, c_block, head, batch, H, HEADS, DH, OB, CB)
-        tl.store(centres + batch * (HEADS * DH) + channel, centre, mask=valid & (y == 0))
+    if WHOLE:
+        g = tl.load(matrix + tl.arange(0, BK)[None, :])
+    for o_block in range(first_block, last_block):
+        y, channel, valid = _columns(o_block, c_block, head, H, DH, OB, CB)
+        acc = tl.zeros([BM, OB * CB], tl.float32)
+        total = tl.zeros([OB * CB], tl.float32)
+        for first in range(0, W, BK):
+            x = first + tl.arange(0, BK)
+            at = values + x[:, None] * vs_x + (y * vs_y + channel)[None, :]
+            inside = (x < W)[:, None] & valid[None, :]
+            if not WHOLE:
+                g = tl.load(matrix + x[None, :])
+            if MASKED:
+                v = _load_centred(at, centre, key_mask, x, y, inside, ms_x, ms_y, MASKED)
+            else:
+                v = tl.load(at, mask=inside, other=0.0)
+            acc = tl.dot(g, v.to(g.dtype), acc, input_precision=PRECISION)
+            total += tl.sum(v.to(tl.float32), axis=0)
+        if not MASKED:
+            # Centred after the exact product: the values themselves need no rounding.
+            acc -= tl.load(sums + (head * 5 + 2) * SIDE + m)[:, None] * centre[None, :]
+            total = tl.where(valid, total - W * centre, 0.0)
+        at = product + m[:, None] * (HEADS * DH) + (y * (W * HEADS * DH) + channel)[None, :]
+        tl.store(at, acc.to(product.dtype.element_ty), mask=(m < W)[:, None] & valid[None, :])
+        if tl.program_id(1) == 0:
+            _store_total(totals, total, o_block, c_block, head, batch, H, HEADS, DH, OB, CB)
+            tl.store(centres + batch * (HEADS * DH) + channel, centre, mask=valid & (y == 0))
 
 
-@triton.jit(do_not_specialize=["H", "W", "blocks"])
+@triton.jit(do_not_specialize=["H", "W", "blocks", "steps"])
 def forward_y(
-    product, matrices, sums, inverse, totals, centres, out, H, W, blocks, offset, mass,
+    product, matrices, sums, inverse, totals, centres, out, H, W, blocks, steps, offset, mass,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr,
     OB: tl.constexpr, CB: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SUMMED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = (g_y product + offset·ΣV) / N + centre."""
-    o_block, c_block, head, batch = _place(W, HEADS, DH, OB, CB)
-    x, channel, valid = _columns(o_block, c_block, head, W, DH, OB, CB)
+    first_block, last_block, c_block, head, batch = _place(W, steps, HEADS, DH, OB, CB)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     matrix = matrices + head * 4 * (SIDE * SIDE) + m[:, None] * SIDE
     product += batch * H * W * (HEADS * DH)
-    column = x * (HEADS * DH) + channel
-    acc = tl.zeros([BM, OB * CB], tl.float32)
-    for first in range(0, H, BK):
-        y = first + tl.arange(0, BK)
-        at = product + y[:, None] * (W * HEADS * DH) + column[None, :]
-        p = tl.load(at, mask=(y < H)[:, None] & valid[None, :], other=0.0)
-        acc = tl.dot(tl.load(matrix + y[None, :]), p, acc, input_precision=PRECISION)
     total = _load_total(totals, c_block, head, batch, blocks, HEADS, DH, CB, SUMMED)
-    o = o_block * OB + tl.arange(0, OB)
-    scale = _inverse_mass(
-        sums + head * 5 * SIDE,
-        inverse + (batch * HEADS + head) * H * W,
-        m[:, None],
-        o[None, :],
-        H,
-        W,
-        mass,
-        SIDE,
-        MASKED,
-    )
     c = c_block * CB + tl.arange(0, CB)
     centre = tl.load(centres + batch * (HEADS * DH) + head * DH + c, mask=c < DH, other=0.0)
-    result = (tl.reshape(acc, [BM, OB, CB]) + offset * total[None, None, :]) * scale[:, :, None] + centre[None, None, :]
-    if MASKED:
-        result = tl.where(scale[:, :, None] == 0.0, 0.0, result)
-    at = out + batch * H * W * (HEADS * DH) + m[:, None] * (W * HEADS * DH) + column[None, :]
-    result = tl.reshape(result, [BM, OB * CB]).to(out.dtype.element_ty)
-    tl.store(at, result, mask=(m < H)[:, None] & valid[None, :])
+    if WHOLE:
+        g = tl.load(matrix + tl.arange(0, BK)[None, :])
+    for o_block in range(first_block, last_block):
+        x, channel, valid = _columns(o_block, c_block, head, W, DH, OB, CB)
+        column = x * (HEADS * DH) + channel
+        acc = tl.zeros([BM, OB * CB], tl.float32)
+        for first in range(0, H, BK):
+            y = first + tl.arange(0, BK)
+            at = product + y[:, None] * (W * HEADS * DH) + column[None, :]
+            p = tl.load(at, mask=(y < H)[:, None] & valid[None, :], other=0.0)
+            if not WHOLE:
+                g = tl.load(matrix + y[None, :])
+            acc = tl.dot(g, p, acc, input_precision=PRECISION)
+        o = o_block * OB + tl.arange(0, OB)
+        scale = _inverse_mass(
+            sums + head * 5 * SIDE,
+            inverse + (batch * HEADS + head) * H * W,
+            m[:, None],
+            o[None, :],
+            H,
+            W,
+            mass,
+            SIDE,
+            MASKED,
+        )
+        result = (tl.reshape(acc, [BM, OB, CB]) + offset * total[None, None, :]) * scale[:, :, None] + centre[
+            None, None, :
+        ]
+        if MASKED:
+            result = tl.where(scale[:, :, None] == 0.0, 0.0, result)
+        at = out + batch * H * W * (HEADS * DH) + m[:, None] * (W * HEADS * DH) + column[None, :]
+        result = tl.reshape(result, [BM, OB * CB]).to(out.dtype.element_ty)
+        tl.store(at, result, mask=(m < H)[:, None] & valid[None, :])
 
 
 @triton.jit
@@ -252,101 +265,117 @@ def _store_share(
     tl.store(shares + (batch * HEADS + head) * share_stride + at, share)
 
 
-@triton.jit(do_not_specialize=["H", "W", "blocks", "share_stride"])
+@triton.jit(do_not_specialize=["H", "W", "blocks", "steps", "share_stride"])
 def backward_y(
     grad, product, matrices, sums, inverse, slope, totals, second, second_totals, shares,
-    H, W, blocks, share_stride, offset, mass, gs_b, gs_y, gs_x,
+    H, W, blocks, steps, share_stride, offset, mass, gs_b, gs_y, gs_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr,
     OB: tl.constexpr, CB: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SUMMED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, WANT_RADIUS: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WANT_RADIUS: tl.constexpr,
 ):  # fmt: skip
     """second = g_y G', ΣG' over the tile, and the tile's share of the radius' gradient."""
-    o_block, c_block, head, batch = _place(W, HEADS, DH, OB, CB)
-    x, channel, valid = _columns(o_block, c_block, head, W, DH, OB, CB)
+    first_block, last_block, c_block, head, batch = _place(W, steps, HEADS, DH, OB, CB)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
-    o = o_block * OB + tl.arange(0, OB)
     matrix = matrices + head * 4 * (SIDE * SIDE) + m[:, None] * SIDE
     sums += head * 5 * SIDE
     h0 = tl.load(sums + 4 * SIDE)
     inverse += (batch * HEADS + head) * H * W
     slope += (batch * HEADS + head) * H * W
     grad += batch * gs_b
-    column = x * (HEADS * DH) + channel
-    grad_column = x * gs_x + channel
-    acc = tl.zeros([BM, OB * CB], tl.float32)
-    acc_slope = tl.zeros([BM, OB * CB], tl.float32)
-    total = tl.zeros([OB * CB], tl.float32)
-    total_slope = tl.zeros([OB * CB], tl.float32)
-    for first in range(0, H, BK):
-        y = first + tl.arange(0, BK)
-        g = tl.load(matrix + y[None, :])
-        at = grad + y[:, None] * gs_y + grad_column[None, :]
-        upstream = tl.load(at, mask=(y < H)[:, None] & valid[None, :], other=0.0).to(tl.float32)
-        scale = _inverse_mass(sums, inverse, y[:, None], o[None, :], H, W, mass, SIDE, MASKED)
-        upstream = tl.reshape(tl.reshape(upstream, [BK, OB, CB]) * scale[:, :, None], [BK, OB * CB]).to(g.dtype)
-        acc = tl.dot(g, upstream, acc, input_precision=PRECISION)
-        total += tl.sum(upstream.to(tl.float32), axis=0)
+    if WHOLE:
+        g = tl.load(matrix + tl.arange(0, BK)[None, :])
         if WANT_RADIUS:
-            # From the rounded G', so that its rounding cancels between the two products.
-            h = _slope(sums, slope, y[:, None], o[None, :], H, W, mass, SIDE, MASKED) * scale
-            sloped = tl.reshape(tl.reshape(upstream.to(tl.float32), [BK, OB, CB]) * h[:, :, None], [BK, OB * CB])
-            acc_slope = tl.dot(
-                tl.load(matrix + SIDE * SIDE + y[None, :]), upstream, acc_slope, input_precision=PRECISION
-            )
-            acc_slope = tl.dot(g, (-sloped).to(g.dtype), acc_slope, input_precision=PRECISION)
-            total_slope += tl.sum(sloped, axis=0)
-    inside = (m < H)[:, None] & valid[None, :]
-    at = batch * H * W * (HEADS * DH) + m[:, None] * (W * HEADS * DH) + column[None, :]
-    tl.store(second + at, acc.to(second.dtype.element_ty), mask=inside)
-    if tl.program_id(1) == 0:
-        _store_total(second_totals, total, o_block, c_block, head, batch, W, HEADS, DH, OB, CB)
-    if WANT_RADIUS:
-        p = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
-        share = tl.sum(tl.sum(p * acc_slope, axis=1), axis=0)
+            dg = tl.load(matrix + SIDE * SIDE + tl.arange(0, BK)[None, :])
+    for o_block in range(first_block, last_block):
+        x, channel, valid = _columns(o_block, c_block, head, W, DH, OB, CB)
+        o = o_block * OB + tl.arange(0, OB)
+        column = x * (HEADS * DH) + channel
+        grad_column = x * gs_x + channel
+        acc = tl.zeros([BM, OB * CB], tl.float32)
+        acc_slope = tl.zeros([BM, OB * CB], tl.float32)
+        total = tl.zeros([OB * CB], tl.float32)
+        total_slope = tl.zeros([OB * CB], tl.float32)
+        for first in range(0, H, BK):
+            y = first + tl.arange(0, BK)
+            if not WHOLE:
+                g = tl.load(matrix + y[None, :])
+            at = grad + y[:, None] * gs_y + grad_column[None, :]
+            upstream = tl.load(at, mask=(y < H)[:, None] & valid[None, :], other=0.0).to(tl.float32)
+            scale = _inverse_mass(sums, inverse, y[:, None], o[None, :], H, W, mass, SIDE, MASKED)
+            upstream = tl.reshape(tl.reshape(upstream, [BK, OB, CB]) * scale[:, :, None], [BK, OB * CB]).to(g.dtype)
+            acc = tl.dot(g, upstream, acc, input_precision=PRECISION)
+            total += tl.sum(upstream.to(tl.float32), axis=0)
+            if WANT_RADIUS:
+                # From the rounded G', so that its rounding cancels between the two products.
+                h = _slope(sums, slope, y[:, None], o[None, :], H, W, mass, SIDE, MASKED) * scale
+                sloped = tl.reshape(tl.reshape(upstream.to(tl.float32), [BK, OB, CB]) * h[:, :, None], [BK, OB * CB])
+                if not WHOLE:
+                    dg = tl.load(matrix + SIDE * SIDE + y[None, :])
+                acc_slope = tl.dot(dg, upstream, acc_slope, input_precision=PRECISION)
+                acc_slope = tl.dot(g, (-sloped).to(g.dtype), acc_slope, input_precision=PRECISION)
+                total_slope += tl.sum(sloped, axis=0)
+        inside = (m < H)[:, None] & valid[None, :]
+        at = batch * H * W * (HEADS * DH) + m[:, None] * (W * HEADS * DH) + column[None, :]
+        tl.store(second + at, acc.to(second.dtype.element_ty), mask=inside)
         if tl.program_id(1) == 0:
-            per_channel = tl.sum(tl.reshape(total_slope + h0 * total, [OB, CB]), axis=0)
-            value_total = _load_total(totals, c_block, head, batch, blocks, HEADS, DH, CB, SUMMED)
-            share -= offset * tl.sum(per_channel * value_total, axis=0)
-        _store_share(shares, share, o_block, c_block, head, batch, W, share_stride, 0, HEADS, DH, OB, CB)
+            _store_total(second_totals, total, o_block, c_block, head, batch, W, HEADS, DH, OB, CB)
+        if WANT_RADIUS:
+            p = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
+            share = tl.sum(tl.sum(p * acc_slope, axis=1), axis=0)
+            if tl.program_id(1) == 0:
+                per_channel = tl.sum(tl.reshape(total_slope + h0 * total, [OB, CB]), axis=0)
+                value_total = _load_total(totals, c_block, head, batch, blocks, HEADS, DH, CB, SUMMED)
+                share -= offset * tl.sum(per_channel * value_total, axis=0)
+            _store_share(shares, share, o_block, c_block, head, batch, W, share_stride, 0, HEADS, DH, OB, CB)
 
 
-@triton.jit(do_not_specialize=["H", "W", "blocks", "share_stride", "first_share"])
+@triton.jit(do_not_specialize=["H", "W", "blocks", "steps", "share_stride", "first_share"])
 def backward_x(
-    values, key_mask, second, matrices, second_totals, centres, dvalues, shares, H, W, blocks, share_stride, first_share, offset,
+    values, key_mask, second, matrices, second_totals, centres, dvalues, shares, H, W, blocks, steps,
+    share_stride, first_share, offset,
     vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr,
     OB: tl.constexpr, CB: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SUMMED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, WANT_RADIUS: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WANT_RADIUS: tl.constexpr,
 ):  # fmt: skip
     """dV = second g_x + offset·ΣG', and the tile's share of the radius' gradient."""
-    o_block, c_block, head, batch = _place(H, HEADS, DH, OB, CB)
-    y, channel, valid = _columns(o_block, c_block, head, H, DH, OB, CB)
+    first_block, last_block, c_block, head, batch = _place(H, steps, HEADS, DH, OB, CB)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     matrix = matrices + (head * 4 + 2) * (SIDE * SIDE) + m[:, None] * SIDE
     values += batch * vs_b
     key_mask += batch * ms_b
     image = batch * H * W * (HEADS * DH)
-    column = y * (W * HEADS * DH) + channel
-    acc = tl.zeros([BM, OB * CB], tl.float32)
-    acc_slope = tl.zeros([BM, OB * CB], tl.float32)
-    for first in range(0, W, BK):
-        x = first + tl.arange(0, BK)
-        inside = (x < W)[:, None] & valid[None, :]
-        p = tl.load(second + image + x[:, None] * (HEADS * DH) + column[None, :], mask=inside, other=0.0)
-        acc = tl.dot(tl.load(matrix + x[None, :]), p, acc, input_precision=PRECISION)
-        if WANT_RADIUS:
-            acc_slope = tl.dot(tl.load(matrix + SIDE * SIDE + x[None, :]), p, acc_slope, input_precision=PRECISION)
     total = _load_total(second_totals, c_block, head, batch, blocks, HEADS, DH, CB, SUMMED)
-    inside = (m < W)[:, None] & valid[None, :]
-    at = image + m[:, None] * (HEADS * DH) + column[None, :]
-    result = tl.reshape(tl.reshape(acc, [BM, OB, CB]) + offset * total[None, None, :], [BM, OB * CB])
-    if MASKED:
-        attended = tl.load(key_mask + m[:, None] * ms_x + (y * ms_y)[None, :], mask=inside, other=0)
-        result = tl.where(attended != 0, result, 0.0)
-    tl.store(dvalues + at, result.to(dvalues.dtype.element_ty), mask=inside)
-    if WANT_RADIUS:
-        centre = tl.load(centres + batch * (HEADS * DH) + channel, mask=valid, other=0.0)
-        at = values + m[:, None] * vs_x + (y * vs_y + channel)[None, :]
-        v = _load_centred(at, centre, key_mask, m, y, inside, ms_x, ms_y, MASKED)
-        share = tl.sum(tl.sum(v * acc_slope, axis=1), axis=0)
-        _store_share(shares, share, o_block, c_block, head, batch, H, share_stride, first_share, HEADS, DH, OB, CB)
+    if WHOLE:
+        g = tl.load(matrix + tl.arange(0, BK)[None, :])
+        if WANT_RADIUS:
+            dg = tl.load(matrix + SIDE * SIDE + tl.arange(0, BK)[None, :])
+    for o_block in range(first_block, last_block):
+        y, channel, valid = _columns(o_block, c_block, head, H, DH, OB, CB)
+        column = y * (W * HEADS * DH) + channel
+        acc = tl.zeros([BM, OB * CB], tl.float32)
+        acc_slope = tl.zeros([BM, OB * CB], tl.float32)
+        for first in range(0, W, BK):
+            x = first + tl.arange(0, BK)
+            inside = (x < W)[:, None] & valid[None, :]
+            p = tl.load(second + image + x[:, None] * (HEADS * DH) + column[None, :], mask=inside, other=0.0)
+            if not WHOLE:
+                g = tl.load(matrix + x[None, :])
+            acc = tl.dot(g, p, acc, input_precision=PRECISION)
+            if WANT_RADIUS:
+                if not WHOLE:
+                    dg = tl.load(matrix + SIDE * SIDE + x[None, :])
+                acc_slope = tl.dot(dg, p, acc_slope, input_precision=PRECISION)
+        inside = (m < W)[:, None] & valid[None, :]
+        at = image + m[:, None] * (HEADS * DH) + column[None, :]
+        result = tl.reshape(tl.reshape(acc, [BM, OB, CB]) + offset * total[None, None, :], [BM, OB * CB])
+        if MASKED:
+            attended = tl.load(key_mask + m[:, None] * ms_x + (y * ms_y)[None, :], mask=inside, other=0)
+            result = tl.where(attended != 0, result, 0.0)
+        tl.store(dvalues + at, result.to(dvalues.dtype.element_ty), mask=inside)
+        if WANT_RADIUS:
+            centre = tl.load(centres + batch * (HEADS * DH) + channel, mask=valid, other=0.0)
+            at = values + m[:, None] * vs_x + (y * vs_y + channel)[None, :]
+            v = _load_centred(at, centre, key_mask, m, y, inside, ms_x, ms_y, MASKED)
+            share = tl.sum(tl.sum(v * acc_slope, axis=1), axis=0)
+            _store_share(shares, share, o_block, c_block, head, batch, H, share_stride, first_share, HEADS, DH, OB, CB)

@@ -15,6 +15,8 @@ from nearsight.ops.triton_support import common_refusal, next_power_of_two
 __all__ = ["Tile", "refusal", "run", "tile"]
 
 MAX_SIDE = 1024
+# Programs that keep a large GPU busy; with more tiles each takes several.
+WANTED_PROGRAMS = 1024
 TABLE_ROWS = 16
 # Partial sums a program adds up at a time.
 SUMMED = 16
@@ -41,7 +43,7 @@ def tile(kernel: str, side: int, per_head: int, dtype: torch.dtype) -> Tile:
     channels = min(max(next_power_of_two(per_head), 8), 64)
     others = max(1, min(columns // channels, side), 16 // channels)
     warps = 8 if rows * others * channels >= 128 * 128 else 4
-    return Tile(rows, depth, others, channels, warps, 1 if depth >= side else 2)
+    return Tile(rows, depth, others, channels, warps, 2)
 
 
 def product_dtype(dtype: torch.dtype, side: int) -> torch.dtype:
@@ -100,11 +102,25 @@ class _Problem(NamedTuple):
             return self.values, (0, 0, 0)
         return self.key_mask.view(torch.uint8), self.key_mask.stride()
 
+    def blocks(self, kernel: str) -> int:
+        """Tiles of `kernel` along the axis it does not multiply."""
+        return -(-self.size[0 if kernel.endswith("_x") else 1] // self.tile(kernel).others)
+
+    def tiles(self, kernel: str) -> int:
+        """Tiles of `kernel` in all, in one image and head."""
+        t, along = self.tile(kernel), self.size[1 if kernel.endswith("_x") else 0]
+        return self.blocks(kernel) * -(-self.per_head // t.channels) * -(-along // t.rows)
+
+    def steps(self, kernel: str) -> int:
+        """Tiles a program takes one after the other, its matrix kept: as many as leave each multiprocessor a few programs."""
+        all_tiles = self.tiles(kernel) * self.values.shape[0] * self.heads
+        return max(1, min(self.blocks(kernel), all_tiles // WANTED_PROGRAMS))
+
     def grid(self, kernel: str) -> tuple[int, int, int]:
-        t, (height, width) = self.tile(kernel), self.size
-        others, along = (height, width) if kernel.endswith("_x") else (width, height)
+        t, along = self.tile(kernel), self.size[1 if kernel.endswith("_x") else 0]
         parts = self.heads * -(-self.per_head // t.channels)
-        return self.values.shape[0] * parts * -(-others // t.others), -(-along // t.rows), 1
+        groups = -(-self.blocks(kernel) // self.steps(kernel))
+        return self.values.shape[0] * parts * groups, -(-along // t.rows), 1
 
     def constants(self, kernel: str) -> dict[str, Any]:
         t = self.tile(kernel)
@@ -116,6 +132,7 @@ class _Problem(NamedTuple):
             "CB": t.channels,
             "BM": t.rows,
             "BK": t.depth,
+            "WHOLE": t.depth >= self.side,
             "MASKED": self.key_mask is not None,
             "PRECISION": _precision(self.values.dtype),
             "num_warps": t.warps,
@@ -184,6 +201,7 @@ def _forward(
         centres,
         height,
         width,
+        p.steps("forward_x"),
         *p.values.stride()[:3],
         *mask_strides,
         **p.constants("forward_x"),
@@ -200,6 +218,7 @@ def _forward(
         height,
         width,
         totals.shape[1],
+        p.steps("forward_y"),
         offset,
         offset * height * width,
         SUMMED=SUMMED,
@@ -255,11 +274,10 @@ def _backward(
         grad = grad.contiguous()
     inverse, slope = _masses(p, matrices, sums, offset)
     along_y, along_x = p.grid("backward_y"), p.grid("backward_x")
-    blocks = -(-width // p.tile("backward_y").others)
-    second_totals = values.new_empty([batch, blocks, channels], dtype=torch.float32)
+    second_totals = values.new_empty([batch, p.blocks("backward_y"), channels], dtype=torch.float32)
     second = torch.empty_like(product)
-    first_shares = along_y[0] * along_y[1] // (batch * p.heads)
-    share_count = first_shares + along_x[0] * along_x[1] // (batch * p.heads)
+    first_shares = p.tiles("backward_y")
+    share_count = first_shares + p.tiles("backward_x")
     shares = values.new_empty([batch, p.heads, share_count if want_radius else 0], dtype=torch.float32)
     kernels.backward_y[along_y](
         grad,
@@ -275,6 +293,7 @@ def _backward(
         height,
         width,
         totals.shape[1],
+        p.steps("backward_y"),
         share_count,
         offset,
         offset * height * width,
@@ -296,6 +315,7 @@ def _backward(
         height,
         width,
         second_totals.shape[1],
+        p.steps("backward_x"),
         share_count,
         first_shares,
         offset,
