@@ -75,6 +75,21 @@ def test_padding_with_a_mask_changes_nothing(stride: int):
     torch.testing.assert_close(got, want)
 
 
+def test_the_pool_averages_valid_pixels_only():
+    layer = ExplicitAttention2d(6, 4, stride=2)
+    plain = copy.deepcopy(layer)
+    plain.stride = 1
+    x, mask = torch.randn(2, 6, 7, 8), torch.rand(2, 7, 8, generator=torch.Generator().manual_seed(0)) > 0.5
+    y, got = plain(x, mask), layer(x, mask)
+    for i in range(4):
+        for j in range(4):
+            rows, columns = slice(max(2 * i - 1, 0), 2 * i + 2), slice(max(2 * j - 1, 0), 2 * j + 2)
+            for b in range(2):
+                valid = y[b, :, rows, columns][:, mask[b, rows, columns]]
+                want = valid.mean(1) if valid.shape[1] else torch.zeros(4)
+                torch.testing.assert_close(got[b, :, i, j], want, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (4, 3), (33, 17)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_output_size(size: tuple[int, int], stride: int):

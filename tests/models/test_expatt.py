@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import nearsight  # noqa: F401  (registers the models)
 from nearsight.layers.augmented import AugmentedConv2d, ExplicitAugmentedConv2d
+from nearsight.models.common import shrink_mask
 from nearsight.ops.explicit.call import FIXED_KINDS, KINDS
 
 
@@ -219,6 +220,26 @@ def test_a_padded_image_with_its_mask_gives_the_same(name: str):
         assert not b[..., height:, :].any()
         assert not b[..., width:].any()
     torch.testing.assert_close(model(padded, mask), model(x), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["expatt_resnet_nano", "expatt_resnet34", "expatt_mobilenetv2_100", "aa_resnet34"])
+def test_every_convolution_sees_zeros_where_masked(name: str):
+    model = timm.create_model(name, num_classes=5, **({} if "mobilenet" in name else {"zero_init_last": False})).eval()
+    mask = masks((1, 20, 33), (32, 64))
+    seen = []
+
+    def look(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        x = arguments[0]
+        outside = ~shrink_mask(mask, 32 // x.shape[2])
+        seen.append(module)
+        assert not x[outside[:, None].expand_as(x)].any(), module
+
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d)]
+    for conv in convs:
+        conv.register_forward_pre_hook(look)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 64), mask)
+    assert set(seen) == set(convs)
 
 
 @pytest.mark.parametrize("name", ["expatt_resnet_nano", "expatt_mobilenetv2_100"])

@@ -163,14 +163,14 @@ class AugmentedMobileNet(EfficientNet):
         if intermediates_only:
             return intermediates
         if depth == self.stage_ends[-1]:
-            x = self.bn2(self.conv_head(x))
+            x = self.bn2(run_conv(self.conv_head, x, key_mask))
         return zero_masked(x, key_mask), intermediates
 
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         x, key_mask = self._stem(x, key_mask)
         for i in range(len(self.blocks)):
             x, key_mask = self._stage(i, x, key_mask)
-        return zero_masked(self.bn2(self.conv_head(x)), key_mask)
+        return zero_masked(self.bn2(run_conv(self.conv_head, x, key_mask)), key_mask)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """Pool the final map and classify; key_mask is the image's, [B, H, W]."""
@@ -202,11 +202,12 @@ def _stride(block: Any) -> int:
 
 def _run_block(block: Any, x: Tensor, key_mask: Tensor | None) -> Tensor:
     """One of timm's blocks, its convolutions seeing zeros where key_mask is False."""
+    small = shrink_mask(key_mask, _stride(block))
     if isinstance(block, InvertedResidual):
         y = block.bn1(run_conv(block.conv_pw, x, key_mask))
         y = block.bn2(run_conv(block.conv_dw, y, key_mask))
-        y = block.bn3(block.conv_pwl(y))
+        y = block.bn3(run_conv(block.conv_pwl, y, small))
     else:
         y = block.bn1(run_conv(block.conv_dw, x, key_mask))
-        y = block.bn2(block.conv_pw(y))
+        y = block.bn2(run_conv(block.conv_pw, y, small))
     return block.drop_path(y) + x if block.has_skip else y
