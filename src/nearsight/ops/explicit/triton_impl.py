@@ -351,6 +351,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     values, radius, key_mask, _, offset = inputs
     ctx.save_for_backward(values, radius, key_mask, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for the outputs that only the backward reads
     ctx.offset = offset
 
 

@@ -486,6 +486,8 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, rel_row, rel_col, key_mask, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, rel_row, rel_col, key_mask, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -557,6 +559,8 @@ def _(grad: Tensor, packed: Tensor, rel_row: Tensor | None, rel_col: Tensor | No
 def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     packed, rel_row, rel_col, key_mask, *ctx.options = inputs
     ctx.save_for_backward(packed, rel_row, rel_col, key_mask, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _packed_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
