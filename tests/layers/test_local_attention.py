@@ -51,6 +51,15 @@ def test_layer_is_the_equation(kernel):
     torch.testing.assert_close(layer(x), by_hand(layer, x))
 
 
+@pytest.mark.parametrize("options", [{"dilation": (2, 3)}, {"border": "zeros"}])
+def test_options_reach_the_op(options):
+    layer = LocalAttention2d(6, 8, (3, 5), num_heads=2, **options)
+    x = randn(1, 6, 7, 9)
+    q, k, v = layer.project(x)
+    want = reference_run(prepare(q, k, v, window=(3, 5), rel_row=layer.rel_row, rel_col=layer.rel_col, **options))
+    torch.testing.assert_close(layer(x), want.flatten(3).permute(0, 3, 1, 2))
+
+
 def test_stride_two_averages_two_by_two_after_the_attention():
     torch.manual_seed(0)
     layer = LocalAttention2d(6, 8, 3, stride=2, num_heads=2)

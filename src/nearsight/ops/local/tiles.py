@@ -250,13 +250,13 @@ class Tiles:
     # Masks.
 
     def _masks(self, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The bias of each key, [B, 1, column tiles, key rows, key columns], and which queries have nothing to attend to."""
+        """The bias of each key, [B, 1, column tiles, key rows, key columns], and which queries reach no valid pixel."""
         if key_mask is None:
             return None, None
         masked = key_mask.logical_not().to(self.dtype)
         bias = self._key_tiles(masked[..., None, None]).unflatten(0, (self.batch, 1, self.count))[..., 0] * MASKED
         left, right = window_padding(self.window[1])
-        reachable = F.pad(1.0 - masked, (left, right, *self.reach), value=1.0 if self.zeros else 0.0)
+        reachable = F.pad(1.0 - masked, (left, right, *self.reach))
         return bias, F.max_pool2d(reachable[:, None], self.window, stride=1)[:, 0] == 0
 
     # Layouts.
