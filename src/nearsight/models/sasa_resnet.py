@@ -16,28 +16,26 @@ averages 2×2 afterwards; the 1×1 convolutions stay. Each row of the paper's ab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from timm.layers.classifier import create_classifier
 from timm.layers.drop import DropPath
 from timm.models._builder import build_model_with_cfg
 from timm.models._features import feature_take_indices
-from timm.models._manipulate import checkpoint
 from timm.models._registry import generate_default_cfgs, register_model
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
 from nearsight.layers import AttentionStem2d, LocalAttention2d
 from nearsight.layers.common import check_map
-from nearsight.models.common import default_cfg, global_pool_valid, shrink_mask, zero_masked
+from nearsight.models.common import default_cfg, shrink_mask, zero_masked
+from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin
 from nearsight.ops.checks import check_choice
 
 __all__ = ["SasaBottleneck", "SasaResNet"]
 
 NAME = "SasaResNet"
-STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 
 class SasaBottleneck(nn.Module):
@@ -97,7 +95,7 @@ class SasaBottleneck(nn.Module):
         return self.act3(y + skip)
 
 
-class SasaResNet(nn.Module):
+class SasaResNet(MaskedResNetMixin):
     """A bottleneck ResNet with attention or convolution in each stage.
 
     [B, in_chans, H, W] → [B, num_classes], any image size; maps of stride 4, 8, 16, 32 after the stages (with the
@@ -255,39 +253,6 @@ class SasaResNet(nn.Module):
         self.global_pool.train(self.training)
         self.fc.train(self.training)
 
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-        key_mask: Tensor | None = None,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The stem's map (before its pooling) and those of the four stages, zero where key_mask is False.
-
-        Args:
-            indices: which of the five; the last n for an int; all for None.
-            norm: as in timm; these maps have no final norm.
-            stop_early: stop after the last map asked for.
-            output_fmt: "NCHW".
-            intermediates_only: leave out the final map, which otherwise comes first.
-            key_mask: bool [B, H, W], True where the image has a pixel: the padding of a batch of unequal images.
-        """
-        check_choice(NAME, "output_fmt", output_fmt, ("NCHW",))
-        take, last = feature_take_indices(5, indices)
-        intermediates = []
-        x, key_mask = self._stem(x, key_mask)
-        if 0 in take:
-            intermediates.append(zero_masked(x, key_mask))
-        x, key_mask = self._pool(x, key_mask)
-        for i, name in enumerate(STAGES[:last] if stop_early else STAGES, start=1):
-            x, key_mask = self._stage(getattr(self, name), x, key_mask)
-            if i in take:
-                intermediates.append(zero_masked(x, key_mask))
-        return intermediates if intermediates_only else (zero_masked(x, key_mask), intermediates)
-
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
@@ -298,22 +263,6 @@ class SasaResNet(nn.Module):
             self.reset_classifier(0, "")
         return take
 
-    def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        x, key_mask = self._pool(*self._stem(x, key_mask))
-        for name in STAGES:
-            x, key_mask = self._stage(getattr(self, name), x, key_mask)
-        return zero_masked(x, key_mask)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None) -> Tensor:
-        """Pool the final map and classify; key_mask is the image's, [B, H, W]."""
-        x = global_pool_valid(self.global_pool, x, shrink_mask(key_mask, self.feature_info[-1]["reduction"]))
-        if self.drop_rate:
-            x = F.dropout(x, p=self.drop_rate, training=self.training)
-        return x if pre_logits else self.fc(x)
-
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return self.forward_head(self.forward_features(x, key_mask), key_mask=key_mask)
-
     def _stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         check_map(NAME, x, self.in_chans, key_mask)
         if isinstance(self.conv1, AttentionStem2d):
@@ -321,19 +270,6 @@ class SasaResNet(nn.Module):
         else:
             x = self.conv1(zero_masked(x, key_mask))
         return self.act1(self.bn1(x)), shrink_mask(key_mask, self.stem_stride)
-
-    def _pool(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        # After a ReLU nothing is below 0, so a masked 0 never wins a maximum.
-        return self.maxpool(zero_masked(x, key_mask)), shrink_mask(key_mask, self.pool_stride)
-
-    def _stage(self, stage: nn.Module, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        for block in stage.children():
-            if self.grad_checkpointing:
-                x = checkpoint(block, x, key_mask)
-            else:
-                x = block(x, key_mask)
-            key_mask = shrink_mask(key_mask, cast(SasaBottleneck, block).stride)
-        return x, key_mask
 
 
 PAPER = {"paper_name": "Stand-Alone Self-Attention in Vision Models", "paper_ids": "arXiv:1906.05909"}
