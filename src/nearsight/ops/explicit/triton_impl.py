@@ -38,12 +38,11 @@ def tile(kernel: str, side: int, per_head: int, dtype: torch.dtype) -> Tile:
     narrow = product_dtype(dtype, side) == torch.bfloat16
     rows = min(side, 128 if narrow else 64)
     depth = min(side, 128 if narrow else 32)
-    # The backward along y keeps two results and an operand more than the others.
-    columns = 128 if narrow and kernel != "backward_y" else 64
+    # Of the tiles tried on an H200 (README, "GPU"): wider ones leave one program per multiprocessor, more warps wait longer.
+    columns = 128 if side <= 16 else 64
     channels = min(max(next_power_of_two(per_head), 8), 64)
     others = max(1, min(columns // channels, side), 16 // channels)
-    warps = 8 if rows * others * channels >= 128 * 128 else 4
-    return Tile(rows, depth, others, channels, warps, 2)
+    return Tile(rows, depth, others, channels, 4, 1 if side <= 32 else 2)
 
 
 def product_dtype(dtype: torch.dtype, side: int) -> torch.dtype:

@@ -19,7 +19,6 @@ import triton.language as tl
 from nearsight.ops.triton_support import INTERPRETED as RUN_BY_INTERPRETER
 
 __all__ = [
-    "add_programs",
     "backward",
     "backward_keys",
     "backward_queries",
@@ -552,19 +551,6 @@ def merge(
         tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=use)
 
 
-@triton.jit(do_not_specialize=["programs", "size"])
-def add_programs(share_ptr, sum_ptr, programs, size, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """First half of a sum over programs: program (i, j) adds every num_programs(1)-th row from row j on, in order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    step = tl.num_programs(1)
-    for first in range(0, programs, step * ROWS):
-        row = first + tl.program_id(1) + step * tl.arange(0, ROWS)
-        use = (row < programs)[:, None] & (at < size)[None, :]
-        total += tl.load(share_ptr + row.to(tl.int64)[:, None] * size + at[None, :], mask=use, other=0.0)
-    tl.store(sum_ptr + tl.program_id(1) * size + at, tl.sum(total, 0), mask=at < size)
-
-
 @triton.jit(do_not_specialize=["parts", "heads", "groups"])
 def finish_relative(
     sum_ptr,
@@ -585,7 +571,7 @@ def finish_relative(
     COL_SHARED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Second half: the gradient of one tap, KW column taps then KH row taps, summed over heads where the table is shared."""
+    """The gradient of one tap, KW column taps then KH row taps, summed over heads where the table is shared."""
     d = tl.arange(0, DP)
     tap = tl.program_id(0) + tl.zeros((DP,), tl.int32)
     is_row = tap >= KW

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearsight.ops.local.call import LocalCall
+from nearsight.ops.sums import add_rows
 from nearsight.ops.triton_support import common_refusal, dot_precision, next_power_of_two
 
 __all__ = ["Geometry", "geometry", "refusal", "run", "run_packed"]
@@ -407,19 +408,15 @@ def _sum_relative(
 ) -> None:
     """The relative tables' gradients from every program's share, added in a fixed order."""
     fixed, heads = launch.constants, launch.runtime["heads"]
-    programs, groups = launch.grid
-    size = partial[0].numel()
-    parts = min(16, programs)
-    summed = torch.empty((parts, size), dtype=torch.float32, device=partial.device)
-    kernels.add_programs[(_ceil(size, 128), parts)](partial, summed, programs, size, BLOCK=128, ROWS=8, num_warps=4)
+    summed = add_rows(partial, 16)
     either = drow if drow is not None else dcol
     kernels.finish_relative[(fixed["KW"] + fixed["KH"],)](
         summed,
         either if drow is None else drow,
         either if dcol is None else dcol,
-        parts,
+        summed.shape[0],
         heads,
-        groups,
+        launch.grid[1],
         **{name: fixed[name] for name in ("KH", "KW", "D", "DP", "G", "HAS_ROW", "HAS_COL")},
         HS=half,
         ROW_SHARED=drow is None or drow.shape[0] == 1,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nearsight.ops.qna.call import QnACall
+from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import common_refusal, next_power_of_two
 
 __all__ = ["Geometry", "Problem", "geometry", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
@@ -299,9 +300,9 @@ def _backward(
     launch_delta(problem, grad, lse, delta)
     bias_sums, scale_sums = launch_backward(problem, grad, lse, delta, dscores, dvalues)
     if bias_sums is not None:
-        dbias = bias_sums.sum(0).to(dbias.dtype)
+        dbias = sum_rows(bias_sums).to(dbias.dtype)
     if scale_sums is not None:
-        dscale = scale_sums.sum(0).to(dscale.dtype)
+        dscale = sum_rows(scale_sums).to(dscale.dtype)
     return dscores, dvalues, dbias, dscale
 
 

@@ -1,0 +1,29 @@
+"""Sums over what the programs of a kernel left, in a fixed order: the same bits every time, and few launches.
+
+`torch.sum` over a long first axis with a short rest leaves most of a GPU idle.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_rows", "sum_rows"]
+
+
+def add_rows(shares: Tensor, parts: int) -> Tensor:
+    """[n, …] float32 → [at most `parts`, …]: row j of the result is the sum of rows j, j + parts, j + 2·parts, …"""
+    from nearsight.ops.sums import kernels
+
+    rows = shares.shape[0]
+    parts = min(parts, rows)
+    out = torch.empty((parts, *shares.shape[1:]), dtype=torch.float32, device=shares.device)
+    size = out[0].numel()
+    grid = (-(-size // 128), parts)
+    kernels.add_rows[grid](shares, out, rows, size, BLOCK=128, ROWS=32, num_warps=4)
+    return out
+
+
+def sum_rows(shares: Tensor) -> Tensor:
+    """[n, …] float32 → […]: the sum over the first axis."""
+    return add_rows(add_rows(shares, 64), 1)[0]
