@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from nearsight.errors import ArgumentValueError
 from nearsight.layers import AttentionStem2d, LocalAttention2d
 from nearsight.layers.common import check_map
-from nearsight.models.common import default_cfg, shrink_mask, zero_masked
+from nearsight.models.common import default_cfg, nano_cfg, shrink_mask, zero_masked
 from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin
 from nearsight.ops.checks import check_choice
 
@@ -283,18 +283,6 @@ def _attention_stem_cfg() -> dict[str, Any]:
     return _cfg(first_conv=("conv1.qk", "conv1.v"))
 
 
-def _nano_cfg() -> dict[str, Any]:
-    return _cfg(
-        input_size=(3, 32, 32),
-        min_input_size=(3, 8, 8),
-        pool_size=(4, 4),
-        num_classes=10,
-        crop_pct=1.0,
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-
-
 default_cfgs = generate_default_cfgs(
     {
         "sasa_resnet26": _attention_stem_cfg(),
@@ -303,8 +291,8 @@ default_cfgs = generate_default_cfgs(
         "sasa_resnet26_convstem": _cfg(),
         "sasa_resnet38_convstem": _cfg(),
         "sasa_resnet50_convstem": _cfg(),
-        "sasa_resnet_nano": _nano_cfg(),
-        "resnet_nano": _nano_cfg(),
+        "sasa_resnet_nano": nano_cfg(first_conv="conv1", classifier="fc", **PAPER),
+        "resnet_nano": nano_cfg(first_conv="conv1", classifier="fc", **PAPER),
     }
 )
 
