@@ -92,7 +92,7 @@ class EmaConfig(Section):
 
 class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
-    precision: Literal["no", "fp16", "bf16"] = "no"
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     accumulate: int = Field(default=1, ge=1, description="micro-batches per step")
     clip: float | None = Field(default=None, gt=0, description="largest gradient norm")
     deterministic: bool = Field(default=False, description="same bits on every run, where the device can")

@@ -78,10 +78,10 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     """An Accelerator for the config's precision, device and compilation, whatever an earlier run in this process used."""
     AcceleratorState._reset_state()
     if config.train.precision == "fp16" and (config.train.device == "cpu" or not torch.accelerator.is_available()):
-        raise UserError("train.precision: got fp16 on a CPU, wanted bf16 or no; half precision needs a GPU.")
+        raise UserError("train.precision: got fp16 on a CPU, wanted bf16 or fp32; half precision needs a GPU.")
     try:
         return Accelerator(
-            mixed_precision=config.train.precision,
+            mixed_precision="no" if config.train.precision == "fp32" else config.train.precision,
             cpu=config.train.device == "cpu",
             step_scheduler_with_optimizer=False,
             dynamo_backend="inductor" if config.model.compile else "no",
