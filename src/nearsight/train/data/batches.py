@@ -5,12 +5,9 @@ be resumed at any step and split over any number of workers without changing a p
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,10 +17,11 @@ from torch import Tensor
 from nearsight.errors import UserError
 from nearsight.train.data import augment
 from nearsight.train.data.config import DataConfig
+from nearsight.train.data.decoded import eval_transform, materialise, train_transform
 from nearsight.train.data.images import BadImageError, refuse_bad
 from nearsight.train.data.sources import Source, Split
 
-__all__ = ["Batch", "Batches", "Where", "build_batches", "eval_transform", "plan", "seed_of"]
+__all__ = ["Batch", "Batches", "Where", "build_batches", "plan", "seed_of"]
 
 # Above this, "auto" leaves images where they are.
 ON_DEVICE_BYTES = 4 << 30
@@ -87,52 +85,6 @@ def plan(count: int, batch: int, where: Where, *, order: int | None = None) -> T
     else:
         indices = torch.randperm(count, generator=torch.Generator().manual_seed(order))[: count // whole * whole]
     return indices.view(-1, where.world, batch)[:, where.rank]
-
-
-def eval_transform(data: DataConfig) -> Callable[[Any], Any]:
-    """PIL image → uint8 [C, S, S]: resized and centre-cropped, as at evaluation."""
-    from timm.data.transforms_factory import create_transform
-
-    size = (data.channels, data.image_size, data.image_size)
-    transform: Callable[[Any], Any] = create_transform(
-        size, crop_pct=data.crop_pct, interpolation=data.interpolation, use_prefetcher=True
-    )
-    return transform
-
-
-def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any], Any]:
-    """PIL image → augmented uint8 [C, S, S]; what a policy uncovers gets the mean colour."""
-    from timm.data.auto_augment import rand_augment_transform
-    from timm.data.transforms import ToNumpy
-    from timm.data.transforms_factory import create_transform
-    from torchvision import transforms
-
-    wanted, size = data.augment, data.image_size
-    if wanted.crop == "resized":
-        made: Callable[[Any], Any] = create_transform(
-            (data.channels, size, size),
-            is_training=True,
-            scale=wanted.scale,
-            ratio=wanted.ratio,
-            hflip=wanted.flip,
-            color_jitter=wanted.color_jitter,
-            auto_augment=wanted.auto,
-            interpolation=data.interpolation,
-            mean=mean,
-            use_prefetcher=True,
-        )
-        return made
-    steps: list[Any] = list(eval_transform(data).transforms[:-1])  # type: ignore[attr-defined]
-    if wanted.crop == "pad":
-        mode = "constant" if wanted.pad_mode == "zeros" else "reflect"
-        steps.append(transforms.RandomCrop(size, padding=wanted.pad, padding_mode=mode))
-    steps.append(transforms.RandomHorizontalFlip(wanted.flip))
-    if wanted.auto:
-        steps.append(rand_augment_transform(wanted.auto, {"img_mean": tuple(round(255 * m) for m in mean)}))
-    elif wanted.color_jitter:
-        steps.append(transforms.ColorJitter(*[wanted.color_jitter] * 3))
-    composed: Callable[[Any], Any] = transforms.Compose([*steps, ToNumpy()])
-    return composed
 
 
 class _Finish:
@@ -402,61 +354,3 @@ def _count(images: int, batch: int, where: Where, training: bool) -> int:
             f"data.batch_size: got {batch}{processes} = {whole}, wanted at most the {images} training images; lower it."
         )
     return images // whole if training else -(-images // whole)
-
-
-def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
-    """All images of a split as uint8 [N, S, S, C], their labels, and the names of those left out; cached on disk."""
-    from safetensors.torch import load_file, save_file
-
-    key = split.key()
-    file = None
-    if key is not None and data.cache:
-        how = f"{key}\n{data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
-        file = _cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
-        if file.is_file():
-            kept = load_file(file)
-            return kept["pixels"], kept["labels"], []
-    pixels, labels, bad = _decode_all(split, data)
-    if file is not None and not bad:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_name(f"{file.name}.{os.getpid()}")
-            save_file({"pixels": pixels, "labels": labels}, part)
-            part.replace(file)
-        except OSError:  # a cache that cannot be written costs time, nothing else
-            part.unlink(missing_ok=True)
-    return pixels, labels, bad
-
-
-def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
-    transform = eval_transform(data)
-
-    def one(index: int) -> tuple[Any, int] | BadImageError:
-        try:
-            image, label = split.read(index)
-        except BadImageError as error:
-            return error
-        return transform(image), label
-
-    # Decoders release the interpreter's lock, so threads serve as well as processes here.
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        done = list(pool.map(one, range(len(split)), chunksize=64))
-    good, bad = [], []
-    for index, result in enumerate(done):
-        if isinstance(result, BadImageError):
-            if data.on_bad == "stop":
-                raise refuse_bad(split.name(index), str(result))
-            bad.append(split.name(index))
-        else:
-            good.append(result)
-    if not good:
-        raise UserError(f"data.source: none of the {len(split)} files is an image, the first is {bad[0]}.")
-    pixels = torch.stack([torch.as_tensor(image) for image, _ in good]).permute(0, 2, 3, 1).contiguous()
-    return pixels, torch.tensor([label for _, label in good]), bad
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("NEARSIGHT_CACHE")
-    if root:
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "nearsight"

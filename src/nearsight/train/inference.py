@@ -1,0 +1,180 @@
+"""Use what was trained: the network of a checkpoint, its evaluation, labels for image files, timm's hub format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from nearsight.errors import UserError
+from nearsight.train import checkpoints
+from nearsight.train.config import ModelConfig, merge, parse_override
+from nearsight.train.data.augment import normalise
+from nearsight.train.data.batches import Where
+from nearsight.train.data.config import DataConfig
+from nearsight.train.data.decoded import eval_transform
+from nearsight.train.data.images import BadImageError, decode, image_mode
+from nearsight.train.state import load_model
+from nearsight.train.tasks import config_from
+from nearsight.train.tasks.classify import Classify, ClassifyConfig, create_network
+
+__all__ = ["Network", "Prediction", "evaluate", "load_network", "pixels_of", "predict", "push", "read_images"]
+
+LOCAL = "local-dir:"
+
+
+class Network(NamedTuple):
+    """A trained network in evaluation mode and what its checkpoint says of it."""
+
+    model: nn.Module
+    checkpoint: checkpoints.Checkpoint
+    weights: str
+
+    @property
+    def card(self) -> dict[str, Any]:
+        card: dict[str, Any] = self.checkpoint.state["card"]
+        return card
+
+    @property
+    def data(self) -> DataConfig:
+        """The evaluation's preparation of an image."""
+        wanted = {key: self.card["input"][key] for key in ("image_size", "channels", "crop_pct", "interpolation")}
+        return DataConfig(source=self.checkpoint.state["config"]["data"]["source"], **wanted)
+
+
+class Prediction(NamedTuple):
+    """The likeliest classes of one image file, best first."""
+
+    file: str
+    labels: list[str]
+    probabilities: list[float]
+
+
+def load_network(path: str | Path, *, average: bool = True) -> Network:
+    """The network of a run (its best checkpoint) or of a checkpoint; the moving average where there is one."""
+    checkpoint = checkpoints.find(path)
+    card = checkpoint.state["card"]
+    weights = "ema" if average and checkpoint.has("ema") else "model"
+    tensors = checkpoint.tensors(weights)
+    settings = ModelConfig.model_validate({**card["model"], "pretrained": False})
+    model = create_network(settings, **card["sizes"])
+    load_model(model, tensors, f"checkpoint {checkpoint.path}")
+    return Network(model.eval(), checkpoint, weights)
+
+
+def evaluate(
+    path: str | Path, overrides: Sequence[str] = (), *, average: bool = True, device: str | None = None
+) -> dict[str, Any]:
+    """Metrics of a run or checkpoint on its evaluation split (or on another: `data.source=…`)."""
+    network = load_network(path, average=average)
+    keys = network.checkpoint.state["config"]
+    for override in overrides:
+        keys = merge(keys, parse_override(override))
+    config = config_from(keys, str(network.checkpoint.path))
+    if not isinstance(config, ClassifyConfig):
+        raise UserError(f"{path}: a checkpoint of task {config.task!r} cannot be evaluated here.")
+    where = Where(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    notes: list[str] = []
+    task = Classify(config, where, notes.append, evaluation_only=True)
+    if task.classes != network.card["classes"]:
+        raise UserError(
+            f"data.source: {config.data.source!r} has {len(task.classes)} classes, the checkpoint {len(network.card['classes'])}"
+            f"; wanted the same ones."
+        )
+    metrics = task.evaluate(network.model.to(where.device))
+    return {
+        "checkpoint": str(network.checkpoint.path),
+        "step": network.checkpoint.step,
+        "weights": network.weights,
+        "source": config.data.source,
+        **metrics,
+        **({"notes": notes} if notes else {}),
+    }
+
+
+def read_images(network: Network, files: Sequence[str | Path]) -> Tensor:
+    """Image files as the network wants them: float32 [N, C, S, S]."""
+    data = network.data
+    images = []
+    for file in files:
+        if not Path(file).is_file():
+            raise UserError(f"no image file {str(file)!r}.")
+        try:
+            images.append(decode(Path(file), image_mode(data.channels), data.max_pixels))
+        except BadImageError as error:
+            raise UserError(f"{file}: {error}.") from error
+    return pixels_of(network, images)
+
+
+def pixels_of(network: Network, images: Sequence[Image.Image]) -> Tensor:
+    """Images as the network wants them: resized, cropped, normalised, float32 [N, C, S, S]."""
+    transform, card = eval_transform(network.data), network.card["input"]
+    pixels = torch.stack([torch.as_tensor(transform(image)) for image in images]).permute(0, 2, 3, 1)
+    return normalise(pixels, torch.tensor(card["mean"]), torch.tensor(card["std"]), channels_last=False)
+
+
+@torch.inference_mode()
+def predict(network: Network, files: Sequence[str | Path], top: int = 5) -> list[Prediction]:
+    """The `top` likeliest classes of each file."""
+    classes = network.card["classes"]
+    found = []
+    for start in range(0, len(files), 64):
+        part = files[start : start + 64]
+        values, indices = network.model(read_images(network, part)).softmax(1).topk(min(top, len(classes)))
+        for file, row, where in zip(part, values.tolist(), indices.tolist(), strict=True):
+            found.append(Prediction(str(file), [classes[i] for i in where], [round(v, 6) for v in row]))
+    return found
+
+
+def push(path: str | Path, target: str, *, average: bool = True) -> str:
+    """Publish a checkpoint in timm's hub format: to `local-dir:FOLDER` or to a Hugging Face repository.
+
+    Afterwards `timm.create_model("local-dir:FOLDER", pretrained=True)` (or "hf-hub:OWNER/NAME") gives the network back,
+    once `import nearsight` has registered it. Weights are written as safetensors only.
+    """
+    from timm.models import _hub
+
+    network = load_network(path, average=average)
+    card = network.card
+    facts = card["input"]
+    shape = (facts["channels"], facts["image_size"], facts["image_size"])
+    model: Any = network.model
+    cfg = model.pretrained_cfg
+    model.pretrained_cfg = {
+        **(cfg if isinstance(cfg, dict) else cfg.to_dict()),
+        "architecture": card["model"]["name"].partition(".")[0],
+        "num_classes": card["sizes"]["num_classes"],
+        "input_size": shape,
+        "mean": tuple(facts["mean"]),
+        "std": tuple(facts["std"]),
+        "crop_pct": facts["crop_pct"],
+        "interpolation": facts["interpolation"],
+    }
+    arguments = {**card["model"]["options"], "in_chans": card["sizes"]["in_chans"]}
+    shared: dict[str, Any] = {
+        "model_config": {"label_names": card["classes"]},
+        "model_args": arguments,
+        "safe_serialization": True,
+    }
+    if target.startswith(LOCAL):
+        folder = target.removeprefix(LOCAL)
+        _hub.save_for_hf(model, folder, **shared)
+        return folder
+    return str(_hub.push_to_hf_hub(model, target, **shared))
+
+
+def confidence(metrics: dict[str, Any]) -> float | None:
+    """Half the width of a 95 % interval of an accuracy over `images`, to say how much of it is chance.
+
+    >>> round(confidence({"accuracy": 0.98, "images": 450}), 4)
+    0.0129
+    """
+    share, images = metrics.get("accuracy"), metrics.get("images")
+    if share is None or not images:
+        return None
+    return 1.96 * math.sqrt(share * (1 - share) / images)
