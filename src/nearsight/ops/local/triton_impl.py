@@ -304,7 +304,7 @@ def _gradients(
             _walk(kernels, tensors, launch, numbers, half, zeros, into, partial)
         else:
             keys = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "keys")
-            _two_passes(kernels, tensors, launch, keys, numbers, half, zeros, into, partial)
+            _two_passes(tensors, launch, keys, numbers, half, zeros, into, partial)
         if relative:
             _sum_relative(kernels, partial, launch, half, *tables)
     return [t for t in tables if t is not None]
@@ -373,7 +373,6 @@ def _walk(
 
 
 def _two_passes(
-    kernels: Any,
     t: _Tensors,
     queries: _Launch,
     keys: _Launch,
@@ -384,9 +383,11 @@ def _two_passes(
     partial: Tensor,
 ) -> None:
     """For windows too tall to keep a strip's dk and dv in registers: queries first, then keys by the transposed window."""
+    from nearsight.ops.local import tall_kernels
+
     dq, dk, dv = into
     delta = torch.empty_like(t.lse)
-    kernels.backward_queries[queries.grid](
+    tall_kernels.backward_queries[queries.grid](
         *(t.q, t.k, t.v, t.out, t.grad, t.lse, delta, dq, partial, t.row, t.col, t.mask),
         **queries.runtime,
         **numbers,
@@ -394,7 +395,7 @@ def _two_passes(
         ZEROS=zeros,
         **queries.constants,
     )
-    kernels.backward_keys[keys.grid](
+    tall_kernels.backward_keys[keys.grid](
         *(t.q, t.k, t.v, t.grad, t.lse, delta, dv if dk is None else dk, dv, t.row, t.col, t.mask),
         **keys.runtime,
         **numbers,
