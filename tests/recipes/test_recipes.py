@@ -11,7 +11,7 @@ from nearsight import recipes
 from nearsight.errors import UserError
 from nearsight.train.config import to_yaml
 from nearsight.train.data.augment import draw, gather, normalise, pad_images
-from nearsight.train.data.batches import eval_transform, train_transform
+from nearsight.train.data.decoded import eval_transform, train_transform
 from nearsight.train.schedule import build_optimizer, learning_rates
 from nearsight.train.tasks import config_from, load_config
 from nearsight.train.tasks.classify import create_network

@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
         "augment": {"crop": "pad", "pad": 1, "cutout": 2, "erase": 0.3},
     },
     "loss": {"label_smoothing": 0.1, "mixup": 0.2},
-    "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.05, "lr_scale": {"fc.*": 2.0}},
+    "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.05},
     "schedule": {"epochs": 1},
     "ema": {"decay": 0.9},
     "train": {"seed": 3, "deterministic": True, "device": "cpu", "max_steps": 8},

@@ -128,7 +128,6 @@ def test_learning_rates_by_name_follow_the_schedule() -> None:
                 name = names[id(p)]
                 seen.append(name)
                 factor = (0.5 if name.startswith("conv1") else 1.0) * (10.0 if name.endswith(".bias") else 1.0)
-                factor *= 2.0 if name.startswith("fc.") else 1.0  # the small config's own
                 assert group["lr"] == pytest.approx(rate * factor), name
                 assert (group["weight_decay"] > 0) == (p.dim() > 1)
     assert sorted(seen) == sorted([*names.values()] * 2)

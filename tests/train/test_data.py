@@ -355,7 +355,7 @@ def test_decoded_images_are_cached(folder: Path, tmp_path: Path, monkeypatch: py
     data = settings(f"folder:{folder}")
     first = next(batches(data).epoch(0)).images
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
-    monkeypatch.setattr("nearsight.train.data.batches._decode_all", lambda *a: pytest.fail("decoded again"))
+    monkeypatch.setattr("nearsight.train.data.decoded._decode_all", lambda *a: pytest.fail("decoded again"))
     assert torch.equal(next(batches(data).epoch(0)).images, first)
     monkeypatch.undo()
     monkeypatch.setenv("NEARSIGHT_CACHE", str(tmp_path / "cache"))

@@ -78,3 +78,25 @@ def test_a_sharded_network_is_saved_whole_and_resumed(tmp_path: Path) -> None:
     assert resumed.keys() == whole.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    words = [
+        "nearsight",
+        "train",
+        "digits/qna_nano",
+        "train.max_steps=3",
+        "train.device=cpu",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('"step": 3') == 1
+    assert checkpoints.open_checkpoint(checkpoints.listed(tmp_path)[-1]).state["world"] == 2

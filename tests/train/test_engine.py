@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,15 @@ def test_grad_checkpointing_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=re.escape("model.grad_checkpointing: test_resnet does not offer it")):
             create_network(config, num_classes=2, in_chans=1)
     assert type(plain_model).set_grad_checkpointing is refuses
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_a_compiled_run_learns_what_an_eager_one_does(tmp_path: Path) -> None:
+    keys = {"train": {"max_steps": 3, "deterministic": False}, "log": {"every": 1}}
+    eager = fit(plain(**keys), tmp_path / "a", quiet=True)
+    compiled = fit(plain(**keys, model={"compile": True}), tmp_path / "b", quiet=True)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
+    # The names in a checkpoint are the bare model's.
+    assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
+    fit(plain(**keys, model={"compile": False}), tmp_path / "b", resume=tmp_path / "b", quiet=True)

@@ -17,6 +17,11 @@ from tests.train.support import small, train
 FILES = ("model", "ema", "optimizer", "random")
 
 
+def exact(**sections: Any) -> RunConfig:
+    """Parameter groups of their own rate belong to what must come back."""
+    return small(optimizer={"lr_scale": {"fc.*": 2.0}}, **sections)
+
+
 def last_bytes(run: Path) -> dict[str, bytes]:
     folder = checkpoints.listed(run)[-1]
     assert folder.name == "step-00000008"
@@ -26,7 +31,7 @@ def last_bytes(run: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: Any) -> dict[str, bytes]:
     run = tmp_path_factory.mktemp("straight") / "run"
-    assert train(small(), run) == 0
+    assert train(exact(), run) == 0
     return last_bytes(run)
 
 
@@ -39,33 +44,33 @@ def resume_to_the_end(config: RunConfig, run: Path) -> dict[str, bytes]:
 # Step 2 dies before the first checkpoint, 3 right at it, 7 between two.
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_killed_at_a_step(straight: dict[str, bytes], tmp_path: Path, step: int) -> None:
-    assert train(small(), tmp_path / "run", die_at=step) == -signal.SIGKILL
-    assert resume_to_the_end(small(), tmp_path / "run") == straight
+    assert train(exact(), tmp_path / "run", die_at=step) == -signal.SIGKILL
+    assert resume_to_the_end(exact(), tmp_path / "run") == straight
 
 
 # Five files make a checkpoint; the second one of the run dies in its model file, its optimiser file, its state.
 @pytest.mark.parametrize("file", [6, 10])
 def test_killed_while_writing(straight: dict[str, bytes], tmp_path: Path, file: int) -> None:
     run = tmp_path / "run"
-    assert train(small(), run, die_writing=file) == -signal.SIGKILL
+    assert train(exact(), run, die_writing=file) == -signal.SIGKILL
     assert [path.name for path in checkpoints.listed(run)] == ["step-00000003"]
     assert any(path.name.startswith(checkpoints.PARTIAL) for path in (run / checkpoints.FOLDER).iterdir())
-    assert resume_to_the_end(small(), run) == straight
+    assert resume_to_the_end(exact(), run) == straight
     assert not any(path.name.startswith(checkpoints.PARTIAL) for path in (run / checkpoints.FOLDER).iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_cleanly(straight: dict[str, bytes], tmp_path: Path, number: int) -> None:
     run = tmp_path / "run"
-    assert train(small(), run, stop_at=4, signal=number) == 128 + number
+    assert train(exact(), run, stop_at=4, signal=number) == 128 + number
     assert checkpoints.listed(run)[-1].name == "step-00000004"
-    assert resume_to_the_end(small(), run) == straight
+    assert resume_to_the_end(exact(), run) == straight
     steps = [row["step"] for row in read_log(run) if row["kind"] == "train"]
     assert steps == sorted(set(steps))
 
 
 def test_loader_path_and_accumulation_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    config = small(
+    config = exact(
         data={"on_device": False, "batch_size": 32, "augment": {"auto": "rand-m3-n1"}}, train={"accumulate": 2}
     )
     assert train(config, tmp_path / "a") == 0
@@ -75,7 +80,7 @@ def test_loader_path_and_accumulation_resume_in_the_middle_of_an_epoch(tmp_path:
 
 @pytest.mark.slow
 def test_killed_again_and_again(tmp_path: Path) -> None:
-    config = small(train={"max_steps": 40}, schedule={"epochs": 3}, checkpoint={"every_steps": 4, "keep": 1})
+    config = exact(train={"max_steps": 40}, schedule={"epochs": 3}, checkpoint={"every_steps": 4, "keep": 1})
     assert train(config, tmp_path / "a") == 0
     wanted = {p.name: p.read_bytes() for p in checkpoints.listed(tmp_path / "a")[-1].glob("*.safetensors")}
     for seed in range(4):
