@@ -88,10 +88,14 @@ def _reasons(table: Sequence[Backend], call: Any) -> str:
     return "; ".join(f"{b.name}: {b.refusal(call)}" for b in table)
 
 
+# Asked once: torch.compile of torch 2.11 cannot trace the question.
+AUTOCAST_DEVICES = tuple(d for d in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia") if torch.amp.is_autocast_available(d))
+
+
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype autocast asks of a matrix product on this tensor's device, or None outside autocast (float64 never changes)."""
     device = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+    if tensor.dtype == torch.float64 or device not in AUTOCAST_DEVICES:
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -99,6 +103,6 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Autocast off on the tensor's device, so that a matrix product of float32 stays in float32."""
     device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
