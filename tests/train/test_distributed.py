@@ -85,7 +85,7 @@ def test_torchrun_runs_the_same_command(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     words = [
         "nearsight",
         "train",
