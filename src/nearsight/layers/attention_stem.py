@@ -18,6 +18,7 @@ from nearsight.layers.common import (
     zero_masked,
 )
 from nearsight.ops.checks import check_choice
+from nearsight.ops.dispatch import exporting
 from nearsight.ops.windows import window_padding
 
 __all__ = ["AttentionStem2d"]
@@ -132,7 +133,7 @@ class AttentionStem2d(nn.Module):
         rows, columns = self._blocks(height), self._blocks(width)
         y = y.reshape(x.shape[0], rows, columns, self.num_heads, side, side, self.head_dim)
         y = y.permute(0, 1, 4, 2, 5, 3, 6).reshape(x.shape[0], rows * side, columns * side, self.out_channels)
-        if torch.compiler.is_exporting():  # a fresh tensor: strides of a slice would tie the graph to this size
+        if exporting():  # a fresh tensor: strides of a slice would tie the graph to this size
             return to_nchw(F.pad(y, (0, 0, 0, width - columns * side, 0, height - rows * side)))
         return to_nchw(y[:, :height, :width])
 
@@ -180,7 +181,7 @@ class AttentionStem2d(nn.Module):
         """Which places may be attended, [blocks, places], or None when all may."""
         height, width = x.shape[2:]
         # An exported graph holds for every size, so it must not ask whether this one divides.
-        whole = not torch.compiler.is_exporting() and height % self.kernel_size == 0 and width % self.kernel_size == 0
+        whole = not exporting() and height % self.kernel_size == 0 and width % self.kernel_size == 0
         if key_mask is None and whole:
             return None
         if key_mask is None:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from nearsight.errors import ArgumentValueError, BackendError
 
-__all__ = ["Backend", "BackendReport", "OpEntry", "autocast_dtype", "backends", "full_precision", "register", "run"]
+__all__ = [
+    "Backend",
+    "BackendReport",
+    "OpEntry",
+    "autocast_dtype",
+    "backends",
+    "exporting",
+    "full_precision",
+    "register",
+    "run",
+]
 
 
 class Backend(NamedTuple):
@@ -86,6 +96,14 @@ def backends(op: str, *args: Any, **kwargs: Any) -> list[BackendReport]:
 
 def _reasons(table: Sequence[Backend], call: Any) -> str:
     return "; ".join(f"{b.name}: {b.refusal(call)}" for b in table)
+
+
+def exporting() -> bool:
+    """Whether `torch.export` is tracing.
+
+    The flag behind `torch.compiler.is_exporting()`: torch 2.11's `torch.compile` answers that question with True.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 # Asked once: torch.compile of torch 2.11 cannot trace the question.

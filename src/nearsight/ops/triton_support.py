@@ -12,6 +12,8 @@ import os
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import exporting
+
 __all__ = ["HAS_TRITON", "INTERPRETED", "common_refusal", "dot_precision", "next_power_of_two"]
 
 # Read once, as Triton does when it decorates a kernel, and constants to torch.compile.
@@ -27,7 +29,7 @@ def common_refusal(tensor: Tensor, *others: Tensor | None) -> str | None:
 
     `tensor` decides device and dtype; in each tensor one image must be reachable by 32-bit offsets (batches are not limited).
     """
-    if torch.compiler.is_exporting():
+    if exporting():
         return "needs a call that runs, got one that is being exported"
     if not HAS_TRITON:
         return "needs the triton package, got a Python without it; install triton"

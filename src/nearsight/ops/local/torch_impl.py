@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import exporting
 from nearsight.ops.local import export_form
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.tiles import Tiles, make_plan
@@ -19,7 +20,7 @@ BUDGET_CPU, BUDGET = 1 << 18, 1 << 24
 
 
 def run(call: LocalCall) -> Tensor:
-    if torch.compiler.is_exporting():
+    if exporting():
         return export_form.run(call)
     return local_attention_tiles(
         call.q,

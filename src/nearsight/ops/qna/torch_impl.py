@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearsight.ops.dispatch import full_precision
+from nearsight.ops.dispatch import exporting, full_precision
 from nearsight.ops.qna import export_form
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
@@ -17,7 +17,7 @@ __all__ = ["run"]
 
 
 def run(call: QnACall) -> Tensor:
-    if torch.compiler.is_exporting():
+    if exporting():
         return export_form.run(call)
     return qna_planes(
         call.scores,
