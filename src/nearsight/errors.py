@@ -4,7 +4,18 @@ Each subclasses the built-in a caller would expect, so `except ValueError` keeps
 who refuses, what came, what was wanted, what to do.
 """
 
-__all__ = ["ArgumentTypeError", "ArgumentValueError", "BackendError", "NearsightError", "UserError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "BackendError",
+    "NearsightError",
+    "UserError",
+    "did_you_mean",
+    "nearest",
+]
 
 
 class NearsightError(Exception):
@@ -25,3 +36,22 @@ class BackendError(NearsightError, RuntimeError):
 
 class UserError(NearsightError):
     """A mistake on the command line or in a file: shown as one line, exit code 2."""
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.4) -> str | None:
+    """The known word most like `word`, or None when none is (`cutoff` from 0, anything, to 1, the same).
+
+    >>> nearest("optimiser.lr", ["optimizer.lr", "data.root"])
+    'optimizer.lr'
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " Did you mean 'x'?" for the nearest of the known words, or nothing.
+
+    >>> did_you_mean("sasa_resnet5O", ["sasa_resnet26", "sasa_resnet50"])
+    " Did you mean 'sasa_resnet50'?"
+    """
+    near = nearest(word, known, cutoff=0.6)
+    return f" Did you mean {near!r}?" if near else ""

@@ -11,8 +11,8 @@ import typer
 import nearsight
 from nearsight.cli import app as frame
 from nearsight.cli import main
-from nearsight.cli.app import VERBS, did_you_mean, examples, new_app
-from nearsight.errors import UserError
+from nearsight.cli.app import VERBS, examples, new_app
+from nearsight.errors import UserError, did_you_mean
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -95,7 +95,7 @@ def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
     [
         (["train"], "nearsight train: no recipe given; choose one with: nearsight train --list."),
         (["train", "digits/sasa"], "nearsight train: no recipe 'digits/sasa'. Did you mean 'digits/sasa_nano'?"),
-        (["train", "digits/sasa_nano", "optimizer.lrr=1"], "unknown key optimizer.lrr, did you mean optimizer.lr?"),
+        (["train", "digits/sasa_nano", "optimizer.lrr=1"], "unknown key optimizer.lrr (the nearest is optimizer.lr)"),
         (["train", "--resume", "nowhere"], "no run or checkpoint at 'nowhere'"),
         (["eval", "nowhere"], "nearsight eval: no run or checkpoint at 'nowhere'."),
         (["predict", "weights.pth", "x.png"], "is a pickled file, which nearsight never opens"),

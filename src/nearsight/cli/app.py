@@ -7,11 +7,10 @@ A verb is a file `cli/VERB.py` with a module docstring (its first line is the ve
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 import nearsight
-from nearsight.errors import NearsightError, UserError
+from nearsight.errors import NearsightError, UserError, did_you_mean
 
 __all__ = ["VERBS", "did_you_mean", "examples", "main", "new_app"]
 
@@ -60,16 +59,6 @@ def examples(*lines: str) -> str:
         return f"{command}  [dim]# {note}[/dim]" if mark else command
 
     return "\n\n".join(["[bold]Examples[/bold]", *map(show, lines)])
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the nearest of the known words, or nothing.
-
-    >>> did_you_mean("sasa_resnet5O", ["sasa_resnet26", "sasa_resnet50"])
-    " Did you mean 'sasa_resnet50'?"
-    """
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class _Verbs(TyperGroup):

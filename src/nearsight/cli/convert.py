@@ -9,8 +9,8 @@ import timm
 import typer
 from safetensors.torch import save_file
 
-from nearsight.cli.app import did_you_mean, examples, new_app
-from nearsight.errors import UserError
+from nearsight.cli.app import examples, new_app
+from nearsight.errors import UserError, did_you_mean
 from nearsight.export.flax_weights import convert_flax, read_flax
 
 app = new_app()

@@ -8,9 +8,9 @@ import timm
 import torch
 import typer
 
-from nearsight.cli.app import did_you_mean, examples, new_app
+from nearsight.cli.app import examples, new_app
 from nearsight.cli.output import console, print_json, table
-from nearsight.errors import UserError
+from nearsight.errors import UserError, did_you_mean
 from nearsight.models.flops import CONVENTIONS, count_parameters, measure_work
 from nearsight.models.listing import model_names
 from nearsight.models.published import paper_of

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nearsight.cli.app import did_you_mean, examples, new_app
+from nearsight.cli.app import examples, new_app
 from nearsight.cli.output import console, print_json, table
-from nearsight.errors import UserError
+from nearsight.errors import UserError, did_you_mean
 from nearsight.models.flops import CONVENTIONS
 from nearsight.models.published import TABLES, Cell, Comparison, Table, compare
 

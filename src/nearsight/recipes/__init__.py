@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nearsight.errors import UserError
-from nearsight.train.config import merge, nearest, read_yaml
+from nearsight.errors import UserError, did_you_mean
+from nearsight.train.config import merge, read_yaml
 
 __all__ = ["Recipe", "find", "header", "names", "resolve", "text_of"]
 
@@ -43,9 +43,7 @@ def find(name: str) -> Path:
         if path.is_file():
             return path
         raise UserError(f"no recipe file {name!r}; shipped recipes: nearsight train --list.")
-    near = nearest(name, names())
-    hint = f" Did you mean {near!r}?" if near else ""
-    raise UserError(f"no recipe {name!r}.{hint} All: nearsight train --list.")
+    raise UserError(f"no recipe {name!r}.{did_you_mean(name, names())} All: nearsight train --list.")
 
 
 def text_of(name: str) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nearsight.errors import UserError
+from nearsight.errors import UserError, nearest
 
 __all__ = [
     "CheckpointConfig",
@@ -215,15 +214,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when none is.
-
-    >>> nearest("optimiser.lr", ["optimizer.lr", "data.root"])
-    'optimizer.lr'
-    """
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)), None)
-
-
 def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Every dotted key of a config class, with its field.
 
@@ -265,7 +255,7 @@ def _fault(item: Any, cls: type[BaseModel]) -> str:
         # A right name in the wrong section is nearer than a similar word.
         moved = next((k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]), None)
         near = moved or nearest(key, known)
-        return f"unknown key {key}" + (f", did you mean {near}?" if near else "")
+        return f"unknown key {key}" + (f" (the nearest is {near})" if near else "")
     if item["type"] == "missing":
         return f"{key}: missing"
     text = item["msg"][0].lower() + item["msg"][1:]

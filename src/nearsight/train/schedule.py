@@ -18,8 +18,8 @@ from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from nearsight.errors import UserError
-from nearsight.train.config import OptimizerConfig, RunConfig, ScheduleConfig, nearest
+from nearsight.errors import UserError, nearest
+from nearsight.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 
 __all__ = ["RestartScheduler", "build_optimizer", "build_schedule", "learning_rates", "scaled_lr"]
 

@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nearsight.errors import UserError
-from nearsight.train.config import nearest
+from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, decode, image_mode
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from nearsight import recipes
-from nearsight.errors import UserError
-from nearsight.train.config import RunConfig, merge, nearest, parse_override, validate
+from nearsight.errors import UserError, nearest
+from nearsight.train.config import RunConfig, merge, parse_override, validate
 from nearsight.train.data.batches import Batches, Where
 
 __all__ = ["TASKS", "Note", "Task", "build_task", "config_from", "load_config"]

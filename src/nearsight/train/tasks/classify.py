@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nearsight.errors import NearsightError, UserError
-from nearsight.train.config import ModelConfig, RunConfig, Section, nearest
+from nearsight.errors import NearsightError, UserError, nearest
+from nearsight.train.config import ModelConfig, RunConfig, Section
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.sources import hold_out, open_source
