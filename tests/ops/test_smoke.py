@@ -1,5 +1,0 @@
-import nearsight
-
-
-def test_version():
-    assert nearsight.__version__
