@@ -12,7 +12,7 @@ from rich.table import Table
 from nearsight.bench.driver import Result
 from nearsight.bench.models import NetworkResult
 
-__all__ = ["contest_tables", "milliseconds", "network_table", "read_csv", "rows_of", "write_csv", "write_json"]
+__all__ = ["contest_tables", "milliseconds", "network_table", "rows_of", "write_csv", "write_json"]
 
 # Above this many rows one contender per row no longer fits a screen.
 LONG_ROWS = 24
@@ -36,11 +36,6 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
