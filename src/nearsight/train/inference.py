@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from nearsight.errors import UserError
 from nearsight.train import checkpoints
-from nearsight.train.config import ModelConfig, merge, parse_override
+from nearsight.train.config import merge, parse_override
 from nearsight.train.data.augment import normalise
 from nearsight.train.data.batches import Where
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.decoded import eval_transform
 from nearsight.train.data.images import BadImageError, decode, image_mode
 from nearsight.train.state import load_model
-from nearsight.train.tasks import config_from
-from nearsight.train.tasks.classify import Classify, ClassifyConfig, create_network
+from nearsight.train.tasks import build_task, config_from, task_class
 
 __all__ = ["Network", "Prediction", "evaluate", "load_network", "pixels_of", "predict", "push", "read_images"]
 
@@ -34,6 +33,10 @@ class Network(NamedTuple):
     model: nn.Module
     checkpoint: checkpoints.Checkpoint
     weights: str
+
+    @property
+    def task(self) -> str:
+        return str(self.checkpoint.state["task"])
 
     @property
     def card(self) -> dict[str, Any]:
@@ -61,8 +64,7 @@ def load_network(path: str | Path, *, average: bool = True) -> Network:
     card = checkpoint.state["card"]
     weights = "ema" if average and checkpoint.has("ema") else "model"
     tensors = checkpoint.tensors(weights)
-    settings = ModelConfig.model_validate({**card["model"], "pretrained": False})
-    model = create_network(settings, **card["sizes"])
+    model: nn.Module = task_class(checkpoint.state["task"]).network(card)
     load_model(model, tensors, f"checkpoint {checkpoint.path}")
     return Network(model.eval(), checkpoint, weights)
 
@@ -76,22 +78,22 @@ def evaluate(
     for override in overrides:
         keys = merge(keys, parse_override(override))
     config = config_from(keys, str(network.checkpoint.path))
-    if not isinstance(config, ClassifyConfig):
-        raise UserError(f"{path}: a checkpoint of task {config.task!r} cannot be evaluated here.")
+    if config.task != network.task:
+        raise UserError(f"{path}: got a checkpoint of task {network.task!r} with task={config.task}, wanted the same.")
     where = Where(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     notes: list[str] = []
-    task = Classify(config, where, notes.append, evaluation_only=True)
-    if task.classes != network.card["classes"]:
+    task: Any = build_task(config, where, notes.append, evaluation_only=True)
+    source, wanted = task.config.data.source, network.card.get("classes")
+    if wanted is not None and task.classes != wanted:
         raise UserError(
-            f"data.source: {config.data.source!r} has {len(task.classes)} classes, the checkpoint {len(network.card['classes'])}"
-            f"; wanted the same ones."
+            f"data.source: {source!r} has {len(task.classes)} classes, the checkpoint {len(wanted)}; wanted the same ones."
         )
     metrics = task.evaluate(network.model.to(where.device))
     return {
         "checkpoint": str(network.checkpoint.path),
         "step": network.checkpoint.step,
         "weights": network.weights,
-        "source": config.data.source,
+        "source": source,
         **metrics,
         **({"notes": notes} if notes else {}),
     }
@@ -140,6 +142,11 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
     from timm.models import _hub
 
     network = load_network(path, average=average)
+    if network.task != "classify":
+        raise UserError(
+            f"push: {path} is a checkpoint of task {network.task!r}, and timm's hub format holds classifiers; "
+            f"copy {network.checkpoint.path} instead: nearsight opens it anywhere."
+        )
     card = network.card
     facts = card["input"]
     shape = (facts["channels"], facts["image_size"], facts["image_size"])

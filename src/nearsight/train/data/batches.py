@@ -21,7 +21,18 @@ from nearsight.train.data.decoded import eval_transform, materialise, train_tran
 from nearsight.train.data.images import BadImageError, refuse_bad
 from nearsight.train.data.sources import Source, Split
 
-__all__ = ["Batch", "Batches", "Where", "build_batches", "plan", "seed_of"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Order",
+    "Where",
+    "build_batches",
+    "count_batches",
+    "make_loader",
+    "plan",
+    "seed_of",
+    "seeded",
+]
 
 # Above this, "auto" leaves images where they are.
 ON_DEVICE_BYTES = 4 << 30
@@ -123,8 +134,8 @@ class OnDeviceBatches:
         pixels = pixels.to(where.device)
         self.pixels = augment.pad_images(pixels, data.augment) if training else pixels
         self.labels = labels.to(where.device)
-        self.batch_size = _batch_size(data, training)
-        self.batches = _count(len(labels), self.batch_size, where, training)
+        self.batch_size = batch_size_of(data, training)
+        self.batches = count_batches(len(labels), self.batch_size, where, training)
         self.images = self.batches * self.batch_size * where.world if training else len(labels)
 
     def __len__(self) -> int:
@@ -168,7 +179,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
                     break
                 index = (index + 1) % len(self.split)
                 continue
-            with _seeded(seed):
+            with seeded(seed):
                 return self.transform(image), label, True, bad
         return self._blank(), 0, False, bad
 
@@ -176,7 +187,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
         return np.zeros((self.data.channels, self.data.image_size, self.data.image_size), np.uint8)
 
 
-class _seeded:  # noqa: N801  (used like a function)
+class seeded:  # noqa: N801  (used like a function)
     """Python's, NumPy's and torch's generators at a seed, and back as they were."""
 
     def __init__(self, seed: int) -> None:
@@ -194,7 +205,7 @@ class _seeded:  # noqa: N801  (used like a function)
         torch.set_rng_state(self.before[2])
 
 
-class _Order:
+class Order:
     """The batch sampler: reads which epoch and batch to start from each time it is iterated."""
 
     def __init__(self, count: int, batch: int, where: Where, seed: int, training: bool) -> None:
@@ -209,7 +220,7 @@ class _Order:
             yield [(i, seed_of(self.seed, self.epoch, first + n)) for n, i in enumerate(indices[number])]
 
     def __len__(self) -> int:
-        return _count(self.count, self.batch, self.where, self.training)
+        return count_batches(self.count, self.batch, self.where, self.training)
 
 
 def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str, str]]]:
@@ -222,6 +233,22 @@ def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str
     )
 
 
+def make_loader(
+    samples: Any, order: Order, collate: Any, workers: int, where: Where
+) -> torch.utils.data.DataLoader[Any]:
+    """Samples in the order given, made by `workers` processes that live as long as the loader."""
+    return torch.utils.data.DataLoader(
+        samples,
+        batch_sampler=order,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=where.device.type == "cuda",
+        persistent_workers=workers > 0,
+        # Its own, so that making an iterator leaves the run's random state alone.
+        generator=torch.Generator(),
+    )
+
+
 class LoadedBatches:
     """A set of any size, decoded and augmented by worker processes."""
 
@@ -231,20 +258,12 @@ class LoadedBatches:
         self, split: Split, data: DataConfig, where: Where, finish: _Finish, seed: int, training: bool
     ) -> None:
         self.where, self.finish, self.training, self.on_bad = where, finish, training, data.on_bad
-        self.batch_size = _batch_size(data, training)
-        self.order = _Order(len(split), self.batch_size, where, seed, training)
+        self.batch_size = batch_size_of(data, training)
+        self.order = Order(len(split), self.batch_size, where, seed, training)
         self.images = len(self.order) * self.batch_size * where.world if training else len(split)
         transform = train_transform(data, finish.average) if training else eval_transform(data)
-        self.loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            _Samples(split, transform, data, training),
-            batch_sampler=self.order,
-            num_workers=data.workers,
-            collate_fn=_collate,
-            pin_memory=where.device.type == "cuda",
-            persistent_workers=data.workers > 0,
-            # Its own, so that making an iterator leaves the run's random state alone.
-            generator=torch.Generator(),
-        )
+        samples = _Samples(split, transform, data, training)
+        self.loader = make_loader(samples, self.order, _collate, data.workers, where)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -274,7 +293,7 @@ class StreamedBatches:
 
     def __init__(self, dataset: Any, data: DataConfig, where: Where, finish: _Finish, training: bool) -> None:
         self.dataset, self.where, self.finish, self.training = dataset, where, finish, training
-        self.batch_size = _batch_size(data, training)
+        self.batch_size = batch_size_of(data, training)
         self.channels, self.image_size = data.channels, data.image_size
         dataset.transform = train_transform(data, finish.average) if training else eval_transform(data)
         dataset.set_loader_cfg(num_workers=max(data.workers, 1))
@@ -283,7 +302,7 @@ class StreamedBatches:
         if not self.images:
             key = "train_images" if training else "eval_images"
             raise UserError(f"data.{key}: missing; {data.source!r} does not say how many images it has.")
-        self.batches = _count(self.images, self.batch_size, where, training)
+        self.batches = count_batches(self.images, self.batch_size, where, training)
         self.loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,
             batch_size=self.batch_size,
@@ -342,11 +361,11 @@ def build_batches(
     return LoadedBatches(split, data, where, finish, seed, training)
 
 
-def _batch_size(data: DataConfig, training: bool) -> int:
+def batch_size_of(data: DataConfig, training: bool) -> int:
     return data.batch_size if training or data.eval_batch_size is None else data.eval_batch_size
 
 
-def _count(images: int, batch: int, where: Where, training: bool) -> int:
+def count_batches(images: int, batch: int, where: Where, training: bool) -> int:
     whole = batch * where.world
     if training and images < whole:
         processes = f" × {where.world} processes" if where.world > 1 else ""

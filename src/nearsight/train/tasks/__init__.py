@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from nearsight.errors import UserError, nearest
 from nearsight.train.config import RunConfig, merge, parse_override, validate
 from nearsight.train.data.batches import Batches, Where
 
-__all__ = ["TASKS", "Note", "Task", "build_task", "config_from", "load_config"]
+__all__ = ["TASKS", "Facts", "Note", "Task", "build_task", "config_from", "load_config", "task_class"]
 
 Note = Callable[[str], None]
 
@@ -21,8 +21,21 @@ Note = Callable[[str], None]
 TASKS: Mapping[str, str] = {"classify": "nearsight.train.tasks.classify"}
 
 
+class Facts(NamedTuple):
+    """What `--dry-run` asks of a task: its training images, its classes (None: it has none), its network on the meta device.
+
+    `inputs` is what the network takes for two images, for an estimate of its memory; None where that cannot run on meta.
+    """
+
+    images: int
+    classes: int | None
+    model: nn.Module
+    inputs: tuple[Any, ...] | None
+    notes: list[str]
+
+
 class Task(Protocol):
-    """What the engine asks of a task; built by `TASK(config, where, note)`."""
+    """What the engine asks of a task; built by `TASK(config, where, note, evaluation_only=False)`."""
 
     config: Any
     model: nn.Module
@@ -30,8 +43,18 @@ class Task(Protocol):
     metric: str
     larger_is_better: bool
 
+    @staticmethod
+    def facts(config: Any) -> Facts:
+        """What a run would train on, without its data in memory."""
+        ...
+
+    @staticmethod
+    def network(card: dict[str, Any]) -> nn.Module:
+        """The model of a card, without its weights."""
+        ...
+
     def card(self) -> dict[str, Any]:
-        """Plain values from which `load_network` rebuilds the model without the data."""
+        """Plain values from which `network` rebuilds the model without the data."""
         ...
 
     def loss(self, model: nn.Module, batch: Any, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,7 +92,16 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     return config_from(keys, recipe)
 
 
-def build_task(config: RunConfig, where: Where, note: Note) -> Task:
-    """Data and model of a config, on this process's device."""
-    task: Task = _module(config.task).TASK(config, where, note)
+def task_class(name: str) -> Any:
+    """The Task class of that name.
+
+    >>> task_class("classify").metric
+    'accuracy'
+    """
+    return _module(name).TASK
+
+
+def build_task(config: RunConfig, where: Where, note: Note, *, evaluation_only: bool = False) -> Task:
+    """Data and model of a config, on this process's device; `evaluation_only` leaves the training batches out."""
+    task: Task = task_class(config.task)(config, where, note, evaluation_only=evaluation_only)
     return task

@@ -15,9 +15,9 @@ from nearsight.train.config import ModelConfig, RunConfig, Section
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.sources import hold_out, open_source
-from nearsight.train.tasks import Note
+from nearsight.train.tasks import Facts, Note
 
-__all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network"]
+__all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network"]
 
 
 class LossConfig(Section):
@@ -62,6 +62,11 @@ def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:
         raise
     except (TypeError, RuntimeError, AssertionError) as error:
         raise UserError(f"model: {config.name} cannot be built with {options} ({error}).") from error
+    return finish_network(model, config)
+
+
+def finish_network(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """The config's settings that are no arguments of a model: BatchNorm's decay, recomputation."""
     if config.bn_decay is not None:
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -106,6 +111,29 @@ class Classify:
         self.mixup = self._mixup()
         self.bad_files: set[str] = set()
         self.note = note
+
+    @staticmethod
+    def facts(config: ClassifyConfig) -> Facts:
+        data, notes = config.data, list[str]()
+        try:
+            source = open_source(data)
+            images, classes = len(source.train), len(source.classes)
+        except UserError as error:
+            if data.train_images is None or data.num_classes is None:
+                raise
+            notes.append(f"data not opened, sizes taken from the recipe: {error}")
+            images, classes = data.train_images, data.num_classes
+        images -= round(images * data.holdout)
+        with torch.device("meta"):
+            settings = config.model.model_copy(update={"pretrained": False})
+            model = create_network(settings, num_classes=classes, in_chans=data.channels)
+            inputs = (torch.zeros(2, data.channels, data.image_size, data.image_size),)
+        return Facts(images, classes, model, inputs, notes)
+
+    @staticmethod
+    def network(card: dict[str, Any]) -> nn.Module:
+        settings = ModelConfig.model_validate({**card["model"], "pretrained": False})
+        return create_network(settings, **card["sizes"])
 
     def sizes(self) -> dict[str, int]:
         return {"num_classes": len(self.classes), "in_chans": self.config.data.channels}
