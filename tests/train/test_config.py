@@ -135,5 +135,23 @@ def test_learning_rates_by_name_follow_the_schedule() -> None:
         build_optimizer(model, OptimizerConfig(lr_scale={"con1*": 2.0}), 64)
 
 
+def test_weight_decay_by_name() -> None:
+    model = create_network(small().model, num_classes=2, in_chans=1)
+    keys = {"weight_decay": 0.1, "decay_scale": {"conv1*": 0.0, "fc.weight": 0.5}, "lr_scale": {"fc.*": 2.0}}
+    optimizer = build_optimizer(model, OptimizerConfig.model_validate(keys), 64)
+    names = {id(p): n for n, p in model.named_parameters()}
+    seen = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            seen[names[id(p)]] = (group["weight_decay"], group.get("lr_scale", 1.0))
+    assert sorted(seen) == sorted(names.values())
+    for name, (decay, scale) in seen.items():
+        base = 0.1 if model.get_parameter(name).dim() > 1 else 0.0
+        assert decay == pytest.approx(base * (0.0 if name.startswith("conv1") else 0.5 if name == "fc.weight" else 1.0))
+        assert scale == (2.0 if name.startswith("fc.") else 1.0)
+    with pytest.raises(UserError, match=r"optimizer\.decay_scale: 'cnv1\*' matches no parameter"):
+        build_optimizer(model, OptimizerConfig(decay_scale={"cnv1*": 0.0}), 64)
+
+
 def test_the_small_config_is_valid() -> None:
     assert small().model.name == SMALL["model"]["name"]

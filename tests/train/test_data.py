@@ -19,6 +19,7 @@ from nearsight.errors import UserError
 from nearsight.train.data.augment import Draw, cut_out, gather, pad_images
 from nearsight.train.data.batches import Where, build_batches, plan
 from nearsight.train.data.config import AugmentConfig, DataConfig
+from nearsight.train.data.decoded import materialise
 from nearsight.train.data.sources import hold_out, open_source
 
 CPU = Where(torch.device("cpu"))
@@ -349,6 +350,18 @@ def test_hold_out_is_a_fixed_share() -> None:
     assert not set(rest.indices) & set(held.indices)
     assert hold_out(train, 0.04, seed=7)[1].indices == held.indices
     assert hold_out(train, 0.04, seed=8)[1].indices != held.indices
+
+
+def test_a_held_out_share_is_cut_from_one_decoded_set(folder: Path, tmp_path: Path) -> None:
+    data = settings(f"folder:{folder}")
+    train = open_source(data).train
+    pixels, labels, _ = materialise(train, data)
+    for seed in (1, 2):
+        for part in hold_out(train, 0.4, seed):
+            got = materialise(part, data)
+            assert torch.equal(got[0], pixels[part.indices])
+            assert torch.equal(got[1], labels[part.indices])
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
 
 
 def test_decoded_images_are_cached(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

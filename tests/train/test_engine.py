@@ -130,6 +130,8 @@ def test_channels_last_checkpointing_and_compile(tmp_path: Path) -> None:
     assert two.losses == pytest.approx(one.losses, rel=1e-4)
     trainer = Trainer(plain(model={"compile": True}), tmp_path / "c", quiet=True)
     assert hasattr(trainer.model, "_orig_mod")
+    # An evaluation compiles nothing: it runs the bare network.
+    assert trainer._evaluate(1)["images"] == 450
     trainer.report.close()
 
 

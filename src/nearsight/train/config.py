@@ -68,6 +68,9 @@ class OptimizerConfig(Section):
     lr_scale: dict[str, float] = Field(
         default_factory=dict, description="factors on lr by parameter name, with * for anything: {'backbone.*': 0.1}"
     )
+    decay_scale: dict[str, float] = Field(
+        default_factory=dict, description="factors on weight_decay by parameter name: {'*.qkv.weight': 0}"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="further keywords of the optimiser")
 
 

@@ -451,8 +451,10 @@ class Trainer:
     # ---- the end ----
 
     def _evaluate(self, epochs: int) -> dict[str, float]:
+        # Not the compiled form: a second graph, for another mode and batch, costs more than an evaluation.
+        model = getattr(self.model, "_orig_mod", self.model)
         with self.accelerator.autocast():
-            metrics = self.task.evaluate(self.model)
+            metrics = self.task.evaluate(model)
             if self.ema is not None:
                 averaged = self.task.evaluate(self.ema.module)
                 metrics.update({f"ema_{name}": value for name, value in averaged.items() if name != "images"})
@@ -488,6 +490,8 @@ class Trainer:
                 "device": str(self.where.device),
                 "world": self.where.world,
             }
+            if self.where.device.type == "cuda":
+                summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.where.device)
             replace_file(self.run / SUMMARY, json.dumps(summary, indent=1) + "\n")
         return result
 

@@ -88,25 +88,36 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
         )
     except TypeError as error:
         raise UserError(f"optimizer.options: {config.name} refuses {config.options} ({error}).") from error
-    _scale_groups(model, optimizer, config.lr_scale)
+    _scale_groups(model, optimizer, "lr_scale", config.lr_scale)
+    _scale_groups(model, optimizer, "decay_scale", config.decay_scale)
     return optimizer
 
 
-def _scale_groups(model: nn.Module, optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> None:
-    """Give parameters whose names match a pattern a group of their own with `lr_scale`, which timm's schedules multiply in."""
+def _scale_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, option: str, factors: Mapping[str, float]
+) -> None:
+    """Give parameters whose names match a pattern a group of their own, with a factor on its decay or `lr_scale`.
+
+    timm's schedules multiply `lr_scale` in at every step; the decay of a group stays what it is here.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for pattern, factor in factors.items():
         matched = {key for key, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             near = nearest(pattern, names.values())
             raise UserError(
-                f"optimizer.lr_scale: {pattern!r} matches no parameter" + (f"; one is {near}." if near else ".")
+                f"optimizer.{option}: {pattern!r} matches no parameter" + (f"; one is {near}." if near else ".")
             )
         for group in list(optimizer.param_groups):
             moved = [p for p in group["params"] if id(p) in matched]
             if not moved:
                 continue
-            scaled = {**group, "params": moved, "lr_scale": group.get("lr_scale", 1.0) * factor}
+            changed = (
+                {"lr_scale": group.get("lr_scale", 1.0) * factor}
+                if option == "lr_scale"
+                else {"weight_decay": group["weight_decay"] * factor}
+            )
+            scaled = {**group, "params": moved, **changed}
             group["params"] = [p for p in group["params"] if id(p) not in matched]
             if group["params"]:
                 optimizer.param_groups.append(scaled)

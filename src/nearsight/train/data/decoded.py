@@ -15,7 +15,7 @@ from torch import Tensor
 from nearsight.errors import UserError
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, refuse_bad
-from nearsight.train.data.sources import Split
+from nearsight.train.data.sources import Split, Subset
 
 __all__ = ["eval_transform", "materialise", "train_transform"]
 
@@ -70,6 +70,10 @@ def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
     """All images of a split as uint8 [N, S, S, C], their labels, and the names of those left out; cached on disk."""
     from safetensors.torch import load_file, save_file
 
+    if isinstance(split, Subset):  # one decoded set serves every share held out of it
+        pixels, labels, bad = materialise(split.split, data)
+        if not bad:
+            return pixels[split.indices], labels[split.indices], []
     key = split.key()
     file = None
     if key is not None and data.cache:
