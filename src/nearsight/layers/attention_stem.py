@@ -117,18 +117,8 @@ class AttentionStem2d(nn.Module):
         x = zero_masked(x, key_mask)
         blocks = self._to_blocks(x)
         side = self.kernel_size
-        qk = F.linear(blocks, self.qk.weight.flatten(1)).unflatten(-1, (2, self.num_heads, self.head_dim))
-        q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)  # each [blocks, heads, places, D]
         v = self._values(x, blocks).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-
-        logits = q @ k.transpose(-1, -2) + self._relative_logits(q)
-        if valid is None:
-            weights = logits.softmax(-1)
-        else:
-            invalid = ~valid[:, None, None, :]
-            # A finite floor instead of −∞: a block with nothing to attend to gives 0, not NaN, after the second fill.
-            weights = logits.masked_fill(invalid, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(invalid, 0.0)
-        y = weights.to(v.dtype) @ v
+        y = self._weights(blocks, valid).to(v.dtype) @ v
 
         rows, columns = self._blocks(height), self._blocks(width)
         y = y.reshape(x.shape[0], rows, columns, self.num_heads, side, side, self.head_dim)
@@ -137,13 +127,41 @@ class AttentionStem2d(nn.Module):
             return to_nchw(F.pad(y, (0, 0, 0, width - columns * side, 0, height - rows * side)))
         return to_nchw(y[:, :height, :width])
 
+    def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
+        """The softmax weights [B, rows of blocks, blocks per row, heads, k·k (from), k·k (to)], for pictures.
+
+        `position=False` leaves the relative term out.
+        """
+        check_map(LAYER, x, self.in_channels, key_mask)
+        weights = self._weights(self._to_blocks(zero_masked(x, key_mask)), self._valid_keys(x, key_mask), position)
+        return weights.unflatten(0, (x.shape[0], self._blocks(x.shape[2]), self._blocks(x.shape[3])))
+
+    def _weights(self, blocks: Tensor, valid: Tensor | None, position: bool = True) -> Tensor:
+        """Softmax weights [blocks, heads, places, places]; zero at places that may not be attended."""
+        qk = F.linear(blocks, self.qk.weight.flatten(1)).unflatten(-1, (2, self.num_heads, self.head_dim))
+        q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)  # each [blocks, heads, places, D]
+        logits = q @ k.transpose(-1, -2)
+        if position:
+            logits = logits + self._relative_logits(q)
+        if valid is None:
+            return logits.softmax(-1)
+        invalid = ~valid[:, None, None, :]
+        # A finite floor instead of −∞: a block with nothing to attend to gives 0, not NaN, after the second fill.
+        return logits.masked_fill(invalid, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(invalid, 0.0)
+
+    def mixture(self) -> Tensor | None:
+        """p(a, b, m), [k·k, mixtures]: each place's share of every W_V^m; None for values other than "mixture"."""
+        if self.emb_row is None or self.emb_col is None or self.nu is None:
+            return None
+        places = (self.emb_row[:, None] + self.emb_col[None]).flatten(0, 1)
+        return (places @ self.nu.t()).softmax(-1)
+
     def value_weights(self) -> Tensor:
         """W_V of each place in the block, [k·k, out_channels, in_channels] (not for values="conv")."""
         weight = self.v.weight.flatten(1)
-        if self.emb_row is None or self.emb_col is None or self.nu is None:
+        mixture = self.mixture()
+        if mixture is None:
             return weight.expand(self.kernel_size**2, -1, -1)
-        places = (self.emb_row[:, None] + self.emb_col[None]).flatten(0, 1)
-        mixture = (places @ self.nu.t()).softmax(-1)
         return torch.einsum("pm,moc->poc", mixture, weight.unflatten(0, (self.mixtures, self.out_channels)))
 
     def _values(self, x: Tensor, blocks: Tensor) -> Tensor:

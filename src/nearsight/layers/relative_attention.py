@@ -145,14 +145,26 @@ class RelativeAttention2d(nn.Module):
         """
         check_map(LAYER, x, self.in_channels, key_mask)
         q, k, _ = self.project(x, key_mask)
-        logits = torch.einsum("byxnd,bijnd->byxnij", q, k)
-        if position:
-            row, column = (t.permute(0, 2, 3, 1, 4) for t in self.position_logits(q))
-            logits = logits + row[..., :, None] + column[..., None, :]
+        rows = [t.flatten(2, 3) for t in self.position_logits(q)] if position else []
+        weights = self.weights_from(q.flatten(1, 2), k, *rows, key_mask=key_mask)
+        return weights.unflatten(1, (x.shape[2], x.shape[3]))
+
+    @staticmethod
+    def weights_from(
+        q: Tensor, k: Tensor, row: Tensor | None = None, column: Tensor | None = None, *, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """The softmax weights of some queries over the whole map, [B, N, heads, H, W].
+
+        q is [B, N, heads, d] and k [B, H, W, heads, d], as `project` makes them; row [B, heads, N, H] and column
+        [B, heads, N, W] are those queries' `position_logits`, or None to leave positions out.
+        """
+        logits = torch.einsum("bqnd,bijnd->bqnij", q, k)
+        if row is not None and column is not None:
+            logits = logits + row.transpose(1, 2)[..., :, None] + column.transpose(1, 2)[..., None, :]
         if key_mask is not None:
-            logits = logits + (~key_mask)[:, None, None, None].to(logits.dtype) * MASKED_LOGIT
-        weights = logits.flatten(4).softmax(-1).view_as(logits)
-        return weights if key_mask is None else weights * key_mask[:, None, None, None].to(weights.dtype)
+            logits = logits + (~key_mask)[:, None, None].to(logits.dtype) * MASKED_LOGIT
+        weights = logits.flatten(3).softmax(-1).view_as(logits)
+        return weights if key_mask is None else weights * key_mask[:, None, None].to(weights.dtype)
 
     def extra_repr(self) -> str:
         """The arguments as they would be typed, defaults of the options left out."""

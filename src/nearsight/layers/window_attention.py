@@ -94,28 +94,52 @@ class WindowAttention2d(nn.Module):
         check_map(LAYER, x, self.in_channels, key_mask)
         height, width = x.shape[2:]
         kh, kw = self.kernel_size
-        bottom, right = -height % kh, -width % kw
+        rows, columns = (height + -height % kh) // kh, (width + -width % kw) // kw
+        q, k, v, valid = self._project(x, key_mask)
+        bias = self.position_table()
+        bias = None if bias is None else bias.to(q.dtype)
+        if valid is None:
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias[None])
+            y = y.unflatten(0, (x.shape[0], rows * columns))
+        else:
+            y = self._masked(q, k, v, bias, valid)
+        y = self.proj(y.transpose(2, 3).flatten(3))
+        y = y.unflatten(2, (kh, kw)).unflatten(1, (rows, columns)).transpose(2, 3)
+        return to_nchw(y.flatten(3, 4).flatten(1, 2)[:, :height, :width])
+
+    def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
+        """The softmax weights [B, rows of windows, windows per row, heads, kh·kw (from), kh·kw (to)], for pictures.
+
+        In float32 at least; 0 at pixels that may not be attended. `position=False` leaves B out.
+        """
+        check_map(LAYER, x, self.in_channels, key_mask)
+        q, k, _, valid = self._project(x, key_mask)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        logits = (q.to(wide) * self.head_dim**-0.5) @ k.to(wide).transpose(-1, -2)
+        bias = self.position_table() if position else None
+        if bias is not None:
+            logits = logits + bias.to(wide)
+        if valid is None:
+            weights = logits.softmax(-1)
+        else:
+            unseen = ~valid[:, :, None, None]
+            weights = logits.masked_fill(unseen, torch.finfo(wide).min).softmax(-1).masked_fill(unseen, 0.0)
+        return weights.unflatten(1, (-(-x.shape[2] // self.kernel_size[0]), -(-x.shape[3] // self.kernel_size[1])))
+
+    def _project(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v [B, windows, heads, N, D] of the padded map, and which pixels may be attended, [B or 1, windows, N]."""
+        height, width = x.shape[2:]
+        bottom, right = -height % self.kernel_size[0], -width % self.kernel_size[1]
         pixels = to_channels_last(x)
         if bottom or right:
             if key_mask is None:
                 key_mask = torch.ones(1, height, width, dtype=torch.bool, device=x.device)
             key_mask = F.pad(key_mask, [0, right, 0, bottom])
             pixels = F.pad(pixels, [0, 0, 0, right, 0, bottom])
-        rows, columns = (height + bottom) // kh, (width + right) // kw
-
         windows = _partition(pixels, self.kernel_size)
         q, k, v = self.qkv(windows).unflatten(-1, (self.num_heads, -1)).transpose(2, 3).chunk(3, dim=-1)
-        bias = self.position_table()
-        bias = None if bias is None else bias.to(q.dtype)
-        if key_mask is None:
-            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias[None])
-            y = y.unflatten(0, (x.shape[0], rows * columns))
-        else:
-            y = self._masked(q, k, v, bias, _partition(key_mask[..., None], self.kernel_size)[..., 0])
-        y = self.proj(y.transpose(2, 3).flatten(3))
-        y = y.unflatten(2, (kh, kw)).unflatten(1, (rows, columns)).transpose(2, 3)
-        return to_nchw(y.flatten(3, 4).flatten(1, 2)[:, :height, :width])
+        return q, k, v, None if key_mask is None else _partition(key_mask[..., None], self.kernel_size)[..., 0]
 
     @staticmethod
     def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, valid: Tensor) -> Tensor:
