@@ -16,14 +16,31 @@ from nearsight.errors import ArgumentValueError, did_you_mean
 
 __all__ = ["create_detector", "list_detectors"]
 
+DETRS: dict[str, dict[str, Any]] = {
+    **{
+        f"detr_{name}": {"backbone": name}
+        for name in ("qna_vit_tiny", "qna_vit_tiny_7x7", "qna_vit_small", "qna_vit_base")
+    },
+    "detr_qna_vit_nano": {
+        "backbone": "qna_vit_nano",
+        "width": 64,
+        "num_heads": 4,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "hidden": 128,
+        "num_queries": 20,
+        "dropout": 0.0,
+    },
+}
+
 
 def list_detectors() -> list[str]:
     """The names `create_detector` knows, sorted.
 
-    >>> "sasa_retinanet50" in list_detectors()
-    True
+    >>> "sasa_retinanet50" in list_detectors(), "detr_qna_vit_tiny" in list_detectors()
+    (True, True)
     """
-    return sorted(RETINANETS)
+    return sorted([*RETINANETS, *DETRS])
 
 
 def create_detector(name: str, *, num_classes: int, pretrained: bool = False, **options: Any) -> nn.Module:
@@ -33,7 +50,7 @@ def create_detector(name: str, *, num_classes: int, pretrained: bool = False, **
         name: one of `list_detectors()`.
         num_classes: labels run from 0 to num_classes − 1.
         pretrained: the backbone's weights from timm, where it has some; a file of your own is `backbone_weights=PATH`.
-        options: keywords of `retinanet.create_retinanet`; they replace the name's own.
+        options: keywords of `retinanet.create_retinanet` or `detr.create_detr`; they replace the name's own.
 
     >>> import torch
     >>> detector = create_detector("sasa_retinanet_nano", num_classes=3)
@@ -44,8 +61,14 @@ def create_detector(name: str, *, num_classes: int, pretrained: bool = False, **
     >>> [sorted(found) for found in detector.eval()(images)]
     [['boxes', 'labels', 'scores'], ['boxes', 'labels', 'scores']]
     """
-    if name not in RETINANETS:
-        raise ArgumentValueError(
-            f"create_detector: got {name!r}, wanted one of {', '.join(list_detectors())}.{did_you_mean(name, list_detectors())}"
-        )
-    return create_retinanet(**{**RETINANETS[name], **options}, num_classes=num_classes, pretrained=pretrained)
+    if name in RETINANETS:
+        return create_retinanet(**{**RETINANETS[name], **options}, num_classes=num_classes, pretrained=pretrained)
+    if name in DETRS:
+        # Here, because it needs transformers, which RetinaNet does without.
+        from nearsight.detect.detr import create_detr
+
+        return create_detr(**{**DETRS[name], **options}, num_classes=num_classes, pretrained=pretrained)
+    known = list_detectors()
+    raise ArgumentValueError(
+        f"create_detector: got {name!r}, wanted one of {', '.join(known)}.{did_you_mean(name, known)}"
+    )

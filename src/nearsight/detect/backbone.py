@@ -16,7 +16,7 @@ from nearsight.errors import ArgumentValueError
 from nearsight.models.common import shrink_mask, zero_masked
 from nearsight.ops.checks import check_choice
 
-__all__ = ["TimmFeatures", "load_backbone_weights"]
+__all__ = ["TimmFeatures", "accepts_mask", "load_backbone_weights"]
 
 
 class TimmFeatures(nn.Module):
@@ -68,7 +68,7 @@ class TimmFeatures(nn.Module):
         self.strides = tuple(strides)
         self.channels = [int(infos[i]["num_chs"]) for i in self.indices]
         self.mean, self.std = (tuple(model.pretrained_cfg[key]) for key in ("mean", "std"))
-        self.masked = "key_mask" in inspect.signature(model.forward_intermediates).parameters
+        self.masked = accepts_mask(model)
         model.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)
         self.model: Any = freeze_batch_norm_2d(model) if norm == "frozen" else model
 
@@ -78,6 +78,15 @@ class TimmFeatures(nn.Module):
             zero_masked(x, key_mask), self.indices, stop_early=True, intermediates_only=True, **options
         )
         return maps, [shrink_mask(key_mask, stride) for stride in self.strides]
+
+
+def accepts_mask(model: Any) -> bool:
+    """Whether a network keeps padding out of its layers, as those of nearsight do.
+
+    >>> accepts_mask(timm.create_model("qna_vit_nano")), accepts_mask(timm.create_model("test_resnet"))
+    (True, False)
+    """
+    return "key_mask" in inspect.signature(model.forward_intermediates).parameters
 
 
 def load_backbone_weights(model: nn.Module, path: str | Path) -> None:
