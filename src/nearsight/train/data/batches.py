@@ -30,6 +30,7 @@ __all__ = [
     "count_batches",
     "make_loader",
     "plan",
+    "read_good",
     "seed_of",
     "seeded",
 ]
@@ -157,6 +158,23 @@ class OnDeviceBatches:
             yield Batch(images, self.labels[which], valid)
 
 
+def read_good(split: Any, index: int, training: bool) -> tuple[Any | None, list[tuple[str, str]]]:
+    """What `split.read` gives for an image (None for one that does not count), and the files that were none: names, reasons.
+
+    In training the next image takes a bad one's place; an index below 0 fills the last batch of an evaluation.
+    """
+    bad: list[tuple[str, str]] = []
+    for _ in range(64 if index >= 0 else 0):
+        try:
+            return split.read(index), bad
+        except BadImageError as error:
+            bad.append((split.name(index), str(error)))
+            if not training:
+                break
+            index = (index + 1) % len(split)
+    return None, bad
+
+
 class _Samples(torch.utils.data.Dataset[Any]):
     """Decoded, augmented samples; each drawn from its own seed, whichever worker makes it."""
 
@@ -169,19 +187,12 @@ class _Samples(torch.utils.data.Dataset[Any]):
         Nothing is raised here: an exception would leave a worker as a page of traceback.
         """
         index, seed = at
-        bad: list[tuple[str, str]] = []
-        for _ in range(64 if index >= 0 else 0):  # below 0: fills the last batch of an evaluation
-            try:
-                image, label = self.split.read(index)
-            except BadImageError as error:
-                bad.append((self.split.name(index), str(error)))
-                if not self.training:
-                    break
-                index = (index + 1) % len(self.split)
-                continue
-            with seeded(seed):
-                return self.transform(image), label, True, bad
-        return self._blank(), 0, False, bad
+        read, bad = read_good(self.split, index, self.training)
+        if read is None:
+            return self._blank(), 0, False, bad
+        image, label = read
+        with seeded(seed):
+            return self.transform(image), label, True, bad
 
     def _blank(self) -> np.ndarray:
         return np.zeros((self.data.channels, self.data.image_size, self.data.image_size), np.uint8)

@@ -18,7 +18,10 @@ __all__ = ["TASKS", "Facts", "Note", "Task", "build_task", "config_from", "load_
 Note = Callable[[str], None]
 
 # A new task is one line here: its module has `CONFIG` (a RunConfig class) and `TASK` (a Task class).
-TASKS: Mapping[str, str] = {"classify": "nearsight.train.tasks.classify"}
+TASKS: Mapping[str, str] = {
+    "classify": "nearsight.train.tasks.classify",
+    "detect": "nearsight.train.tasks.detect",
+}
 
 
 class Facts(NamedTuple):
