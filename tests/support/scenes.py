@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes with their boxes, drawn from a seed, as tensors or as COCO and Pascal VOC folders."""
+"""The shapes of `tests.detect.shapes` on disk: COCO's and Pascal VOC's folders."""
 
 from __future__ import annotations
 
@@ -6,41 +6,32 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
+from torchvision.transforms.functional import to_pil_image
 
-CLASSES = ["disc", "square"]
-COLOURS = [(220, 60, 40), (40, 90, 220)]
+from tests.detect.shapes import CLASSES, draw
+
+IDS = (3, 7, 8)
 
 
 class Scene(NamedTuple):
     """An image and its objects: boxes (x0, y0, x1, y1) and labels."""
 
     image: Image.Image
-    boxes: list[tuple[int, int, int, int]]
+    boxes: list[list[int]]
     labels: list[int]
 
 
 def scene(seed: int, rows: int = 64, columns: int = 80, objects: int = 2) -> Scene:
-    """A red disc or a blue square in each of `objects` columns of a grey image: they never overlap."""
-    random = np.random.default_rng(seed)
-    image = Image.fromarray(random.integers(90, 120, (rows, columns, 3), dtype=np.uint8))
-    draw = ImageDraw.Draw(image)
-    boxes, labels = [], []
-    strip = columns // max(objects, 1)
-    for number in range(objects):
-        side = int(random.integers(strip // 2, min(strip, rows) - 2))
-        x, y = number * strip + int(random.integers(0, strip - side)), int(random.integers(0, rows - side))
-        label = int(random.integers(0, 2))
-        shape = draw.ellipse if label == 0 else draw.rectangle
-        shape((x, y, x + side - 1, y + side - 1), fill=COLOURS[label])
-        boxes.append((x, y, x + side, y + side))
-        labels.append(label)
-    return Scene(image, boxes, labels)
+    """Two shapes on a noisy grey, the same for the same seed."""
+    image, target = draw(seed, rows, columns, shapes=objects, smallest=14, largest=28)
+    boxes = target["boxes"].int().tolist()
+    assert len(boxes) == objects
+    return Scene(to_pil_image(image.clamp(0, 1)), boxes, target["labels"].tolist())
 
 
-def coco_keys(scenes: list[Scene], ids: tuple[int, int] = (3, 7)) -> dict[str, Any]:
-    """COCO's annotation file of scenes; `ids` are those of the two categories."""
+def coco_keys(scenes: list[Scene], ids: tuple[int, ...] = IDS) -> dict[str, Any]:
+    """COCO's annotation file of scenes; `ids` are those of the categories."""
     images = [
         {"id": 10 + i, "file_name": f"{i}.png", "width": one.image.width, "height": one.image.height}
         for i, one in enumerate(scenes)

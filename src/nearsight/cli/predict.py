@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from nearsight.cli.app import examples, new_app
 from nearsight.cli.output import console, print_json, table
+from nearsight.errors import UserError
 
 app = new_app()
 
 EXAMPLES = examples(
     "nearsight predict runs/demo/qna_vit_nano digit.png",
     "nearsight predict runs/flowers *.jpg --top 3 --json  # for a program",
+    "nearsight predict runs/bccd-sasa_retinanet *.jpg -o found  # a detector: boxes, labels and scores drawn into copies",
 )
 
 
@@ -23,32 +25,76 @@ EXAMPLES = examples(
 def predict(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder or one of its checkpoints.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.")],
-    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Classifiers: how many classes to name.")] = 5,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Detectors: how sure to be of an object.")] = 0.5,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Detectors: where to put the pictures.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Name the likeliest classes of image files."""
+    """Name the likeliest classes of image files, or find the objects in them: what the network was trained for."""
     from nearsight.train.inference import load_network
+
+    network = load_network(path)
+    if network.task == "detect":
+        rows = _detect(network, images, threshold, out)
+    elif out is not None:
+        raise UserError(f"-o: got {str(out)!r}, but a network of task {network.task!r} draws nothing; leave it out.")
+    else:
+        rows = _label(network, images, top)
+    if as_json:
+        print_json(rows)
+        return
+    what = "objects" if network.task == "detect" else "classes"
+    shown = [(escape(row["file"]), escape(_line(row[what]))) for row in rows]
+    console().print(table(str(path), ("image", what), shown))
+
+
+def _label(network: Any, images: list[Path], top: int) -> list[dict[str, Any]]:
     from nearsight.train.inference import predict as label
 
-    found = label(load_network(path), images, top)
-    if as_json:
-        print_json(
-            [
-                {
-                    "file": one.file,
-                    "classes": [
-                        {"label": name, "probability": p} for name, p in zip(one.labels, one.probabilities, strict=True)
-                    ],
-                }
-                for one in found
-            ]
-        )
-        return
-    rows = [
-        (
-            escape(one.file),
-            escape(", ".join(f"{n} {100 * p:.1f} %" for n, p in zip(one.labels, one.probabilities, strict=True))),
-        )
-        for one in found
+    return [
+        {
+            "file": one.file,
+            "classes": [
+                {"label": name, "probability": p} for name, p in zip(one.labels, one.probabilities, strict=True)
+            ],
+        }
+        for one in label(network, images, top)
     ]
-    console().print(table(str(path), ("image", "classes"), rows))
+
+
+def _detect(network: Any, images: list[Path], threshold: float, out: Path | None) -> list[dict[str, Any]]:
+    from nearsight.detect.draw import draw_boxes
+    from nearsight.train.inference import detect
+
+    rows, names = [], list[str]()
+    for one in detect(network, images, threshold):
+        found = zip(one.names, one.scores, one.boxes, strict=True)
+        row: dict[str, Any] = {
+            "file": one.file,
+            "objects": [{"label": name, "score": score, "box": box} for name, score, box in found],
+        }
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            stem = Path(one.file).stem
+            # Two files of one name from different folders: neither picture replaces the other.
+            name = stem if stem not in names else f"{stem}-{len(names)}"
+            names.append(name)
+            texts = [f"{name} {score:.2f}" for name, score in zip(one.names, one.scores, strict=True)]
+            draw_boxes(one.image, one.boxes, one.labels, texts).save(out / f"{name}.png")
+            row["picture"] = str(out / f"{name}.png")
+        rows.append(row)
+    return rows
+
+
+def _line(found: list[dict[str, Any]]) -> str:
+    """What the table shows of one image: classes with their probabilities, objects counted by class.
+
+    >>> _line([{"label": "a", "probability": 0.5}]), _line([{"label": "b", "score": 0.9}] * 2), _line([])
+    ('a 50.0 %', '2 b', 'none')
+    """
+    if found and "probability" in found[0]:
+        return ", ".join(f"{one['label']} {100 * one['probability']:.1f} %" for one in found)
+    names = [one["label"] for one in found]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "none"

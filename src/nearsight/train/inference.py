@@ -22,7 +22,18 @@ from nearsight.train.data.images import BadImageError, decode, image_mode
 from nearsight.train.state import load_model
 from nearsight.train.tasks import build_task, config_from, task_class
 
-__all__ = ["Network", "Prediction", "evaluate", "load_network", "pixels_of", "predict", "push", "read_images"]
+__all__ = [
+    "Detections",
+    "Network",
+    "Prediction",
+    "detect",
+    "evaluate",
+    "load_network",
+    "pixels_of",
+    "predict",
+    "push",
+    "read_images",
+]
 
 LOCAL = "local-dir:"
 
@@ -56,6 +67,17 @@ class Prediction(NamedTuple):
     file: str
     labels: list[str]
     probabilities: list[float]
+
+
+class Detections(NamedTuple):
+    """What a detector found in one image file, surest first: boxes (x0, y0, x1, y1) in its pixels."""
+
+    file: str
+    image: Image.Image
+    boxes: list[list[float]]
+    labels: list[int]
+    names: list[str]
+    scores: list[float]
 
 
 def load_network(path: str | Path, *, average: bool = True) -> Network:
@@ -102,15 +124,16 @@ def evaluate(
 def read_images(network: Network, files: Sequence[str | Path]) -> Tensor:
     """Image files as the network wants them: float32 [N, C, S, S]."""
     data = network.data
-    images = []
-    for file in files:
-        if not Path(file).is_file():
-            raise UserError(f"no image file {str(file)!r}.")
-        try:
-            images.append(decode(Path(file), image_mode(data.channels), data.max_pixels))
-        except BadImageError as error:
-            raise UserError(f"{file}: {error}.") from error
-    return pixels_of(network, images)
+    return pixels_of(network, [_open(file, data.channels, data.max_pixels) for file in files])
+
+
+def _open(file: str | Path, channels: int, max_pixels: int) -> Image.Image:
+    if not Path(file).is_file():
+        raise UserError(f"no image file {str(file)!r}.")
+    try:
+        return decode(Path(file), image_mode(channels), max_pixels)
+    except BadImageError as error:
+        raise UserError(f"{file}: {error}.") from error
 
 
 def pixels_of(network: Network, images: Sequence[Image.Image]) -> Tensor:
@@ -131,6 +154,28 @@ def predict(network: Network, files: Sequence[str | Path], top: int = 5) -> list
         for file, row, where in zip(part, values.tolist(), indices.tolist(), strict=True):
             found.append(Prediction(str(file), [classes[i] for i in where], [round(v, 6) for v in row]))
     return found
+
+
+@torch.inference_mode()
+def detect(network: Network, files: Sequence[str | Path], threshold: float = 0.5) -> list[Detections]:
+    """The objects a detector is at least `threshold` sure of, in each file."""
+    from nearsight.train.data.detection import DetectionDataConfig, eval_resize, pixels_of
+    from nearsight.train.tasks.detect import on_file
+
+    card = network.card
+    data = DetectionDataConfig(source=network.checkpoint.state["config"]["data"]["source"], **card["input"])
+    resize = eval_resize(data)
+    results = []
+    for file in files:
+        image = _open(file, 3, data.max_pixels)
+        pixels = resize(pixels_of(image)).float().div(255)
+        found = on_file(network.model([pixels])[0], pixels, torch.tensor([image.height, image.width]))
+        order = [i for i in found["scores"].argsort(descending=True).tolist() if found["scores"][i] >= threshold]
+        labels = found["labels"][order].tolist()
+        boxes = [[round(v, 2) for v in box] for box in found["boxes"][order].tolist()]
+        scores = [round(v, 6) for v in found["scores"][order].tolist()]
+        results.append(Detections(str(file), image, boxes, labels, [card["classes"][i] for i in labels], scores))
+    return results
 
 
 def push(path: str | Path, target: str, *, average: bool = True) -> str:
