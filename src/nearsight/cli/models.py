@@ -45,7 +45,7 @@ def models(
             f"{row['parameters'] / 1e6:.3f}",
             f"{row['flops'] / 1e9:.3f}",
             "{1} × {2}".format(*row["input_size"]),
-            row["num_classes"],
+            row["num_classes"] or "–",
             row["paper"] or "–",
         )
         for row in rows
@@ -79,6 +79,6 @@ def describe(name: str) -> dict[str, Any]:
         "flops": CONVENTIONS["matmul"].total(measure_work(network)),
         "convention": "matmul",
         "input_size": list(cfg["input_size"]),
-        "num_classes": cfg["num_classes"],
+        "num_classes": max(cfg["num_classes"], 0),  # an auto-encoder has none
         "paper": f"{paper.short}, {paper.url}" if paper else None,
     }

@@ -1,5 +1,5 @@
 """Networks of the papers, registered in timm."""
 
-from nearsight.models import aa, expatt, qna_vit, sasa_resnet
+from nearsight.models import aa, autoencoder, expatt, qna_vit, sasa_resnet
 
-__all__ = ["aa", "expatt", "qna_vit", "sasa_resnet"]
+__all__ = ["aa", "autoencoder", "expatt", "qna_vit", "sasa_resnet"]

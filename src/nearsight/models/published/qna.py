@@ -98,6 +98,22 @@ def _heads_both() -> tuple[Row, ...]:
     )
 
 
+def _autoencoders() -> tuple[Row, ...]:
+    down = {"qna": "LN-QnA", "conv": "ConvS2-IN", "pool": "Conv-IN-Max"}
+    up = {"qna": "LN-UQnA", "bilinear": "Bilinear-Conv-IN", "transposed": "ConvTranspose-IN"}
+    used = {("qna", "qna"): "QnA", ("pool", "bilinear"): "baseline", ("pool", "transposed"): "baseline"}
+    return tuple(
+        Row(
+            f"{down[encoder]}, {up[decoder]}",
+            "qna_autoencoder",
+            {"encoder": encoder, "decoder": decoder},
+            results={"as": used.get((encoder, decoder), "–")},
+        )
+        for encoder in down
+        for decoder in up
+    )
+
+
 TABLES = (
     Table(
         "QnA-ViT on ImageNet, 224 px",
@@ -111,4 +127,11 @@ TABLES = (
         "QnA-ViT: heads of QnA and SA blocks ([1,2,3,0], [1,1,3,2])", "QnA, supplement, Table 3", "qna", _heads_both()
     ),
     Table("QnA-ViT: how much QnA?", "QnA, supplement, Table 4", "qna", _block_counts(), NOTES),
+    Table(
+        "Auto-encoders, five layers down and five up, 256 px",
+        "QnA, supplement, section 7",
+        "qna",
+        _autoencoders(),
+        remark="The supplement prints neither widths nor counts; ours have 32, 64, 128, 256, 512 channels",
+    ),
 )
