@@ -9,15 +9,21 @@ from rich.console import Console
 
 from nearsight.cli.app import examples, new_app
 from nearsight.cli.output import console, print_json, table
+from nearsight.detect.dense import dense_retinanet
 from nearsight.errors import UserError, did_you_mean
 from nearsight.models.flops import CONVENTIONS
-from nearsight.models.published import TABLES, Cell, Comparison, Table, compare
+from nearsight.models.published import TABLES as CLASSIFIERS
+from nearsight.models.published import Cell, Comparison, Table, compare
+from nearsight.models.published.detection import TABLES as DETECTORS
 
 app = new_app()
+
+TABLES = {**CLASSIFIERS, "detection": DETECTORS}
 
 EXAMPLES = examples(
     "nearsight tables  # all papers",
     "nearsight tables sasa  # one of them",
+    "nearsight tables detection  # RetinaNets at 640×640",
     "nearsight tables qna --json  # for a program",
 )
 
@@ -36,11 +42,15 @@ def tables(
         raise UserError(f"no tables of {paper!r}.{did_you_mean(paper, TABLES)} There are: {', '.join(TABLES)}.")
     chosen = [one for name, several in TABLES.items() if paper in (None, name) for one in several]
     if as_json:
-        print_json([_as_data(one, compare(one)) for one in chosen])
+        print_json([_as_data(one, _compare(one)) for one in chosen])
         return
     out = console()
     for one in chosen:
-        _show(out, one, compare(one))
+        _show(out, one, _compare(one))
+
+
+def _compare(one: Table) -> list[Comparison]:
+    return compare(one, dense_retinanet) if one in DETECTORS else compare(one)
 
 
 def _show(out: Console, one: Table, comparisons: list[Comparison]) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 import timm
 import torch
+from torch import nn
 
 from nearsight.models.flops import CONVENTIONS, Work, count_parameters, measure_work
 from nearsight.models.published.schema import Row, Table
 
 __all__ = ["Cell", "Comparison", "compare"]
+
+Build = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,19 @@ class Comparison:
     cells: dict[str, Cell]
 
 
-def compare(table: Table) -> list[Comparison]:
-    """Build every network of a table and count it.
+def compare(table: Table, build: Build = timm.create_model) -> list[Comparison]:
+    """Build every network of a table by `build(name, **options)` and count it.
 
     >>> from nearsight.models.published import TABLES
     >>> first = compare(TABLES["sasa"][0])[0]
     >>> first.row.label, first.parameters, first.cells["flops"].agrees
     ('ResNet-26 baseline', 13696552, True)
     """
-    return [_compare(table, row) for row in table.rows]
+    return [_compare(table, row, build) for row in table.rows]
 
 
-def _compare(table: Table, row: Row) -> Comparison:
-    parameters, work = _count(row.model, row.options, table.size)
+def _compare(table: Table, row: Row, build: Build) -> Comparison:
+    parameters, work = _count(build, row.model, row.options, table.size)
     flops = {name: CONVENTIONS[name].total(work) for name in dict.fromkeys((table.convention, "matmul"))}
     ours = {"params": parameters / 1e6, "flops": flops[table.convention] / 1e9}
     published = {"params": row.params, "flops": row.flops}
@@ -65,14 +68,14 @@ def _compare(table: Table, row: Row) -> Comparison:
     return Comparison(row, parameters, flops, cells)
 
 
-_COUNTED: dict[str, tuple[int, Work]] = {}
+_COUNTED: dict[tuple[Build, str], tuple[int, Work]] = {}
 
 
-def _count(model: str, options: Mapping[str, Any], size: tuple[int, int] | None) -> tuple[int, Work]:
+def _count(build: Build, model: str, options: Mapping[str, Any], size: tuple[int, int] | None) -> tuple[int, Work]:
     """Parameters and work of a network; several rows share one."""
-    key = repr((model, sorted(options.items()), size))
+    key = build, repr((model, sorted(options.items()), size))
     if key not in _COUNTED:
         with torch.device("meta"):
-            network = timm.create_model(model, **options)
+            network = build(model, **options)
         _COUNTED[key] = count_parameters(network), measure_work(network, size)
     return _COUNTED[key]
