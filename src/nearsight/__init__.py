@@ -15,6 +15,7 @@ from nearsight.layers import (
     WindowAttention2d,
     replace_conv,
 )
+from nearsight.viz.maps import attention_maps
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "QnAUpsample2d",
     "WindowAttention2d",
     "__version__",
+    "attention_maps",
     "models",
     "ops",
     "replace_conv",

@@ -1,1 +1,1 @@
-"""Pictures: what a mechanism sees, and what a network attends to. Needs the extra `viz`."""
+"""Pictures: what a mechanism sees, and what a network attends to. Drawing needs the extra `viz`; `maps` does not."""
