@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +10,22 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from torch import Tensor
 
+from nearsight import weights
 from nearsight.layers.common import pool_mask, zero_masked
 
-__all__ = ["cifar_cfg", "default_cfg", "global_pool_valid", "nano_cfg", "shrink_mask", "zero_masked"]
+__all__ = [
+    "cifar10_cfg",
+    "cifar_cfg",
+    "default_cfg",
+    "global_pool_valid",
+    "nano_cfg",
+    "shrink_mask",
+    "wants_cifar10",
+    "zero_masked",
+]
+
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def shrink_mask(key_mask: Tensor | None, stride: int) -> Tensor | None:
@@ -77,3 +91,26 @@ def nano_cfg(**overrides: Any) -> dict[str, Any]:
         "std": (0.5, 0.5, 0.5),
     }
     return cifar_cfg(**{**small, **overrides})
+
+
+def cifar10_cfg(name: str, **overrides: Any) -> dict[str, Any]:
+    """A pretrained_cfg for the small network trained on CIFAR-10 whose weights come with the package."""
+    known = {
+        "file": weights.file(name),
+        "mean": (0.4914, 0.4822, 0.4465),
+        "std": (0.2470, 0.2435, 0.2616),
+        "interpolation": "bilinear",
+        "label_names": CIFAR10,
+        "license": "apache-2.0",
+    }
+    return nano_cfg(**{**known, **overrides})
+
+
+def wants_cifar10(pretrained: bool, keywords: Mapping[str, Any]) -> bool:
+    """Whether a call of a nano network means the wider one that was trained on CIFAR-10: by its tag, or by asking for weights.
+
+    >>> wants_cifar10(False, {"pretrained_cfg": "cifar10"}), wants_cifar10(False, {}), wants_cifar10(True, {})
+    (True, False, True)
+    """
+    tag = keywords.get("pretrained_cfg")
+    return tag == "cifar10" or (pretrained and tag is None)

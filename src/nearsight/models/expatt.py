@@ -22,7 +22,7 @@ from timm.models._registry import generate_default_cfgs, register_model
 
 from nearsight.models.augmented_mobilenet import AugmentedMobileNet
 from nearsight.models.augmented_resnet import AugmentedBasicBlock, AugmentedBottleneck, AugmentedResNet
-from nearsight.models.common import cifar_cfg, default_cfg, nano_cfg
+from nearsight.models.common import cifar10_cfg, cifar_cfg, default_cfg, nano_cfg, wants_cifar10
 
 __all__: list[str] = []
 
@@ -38,6 +38,7 @@ default_cfgs = generate_default_cfgs(
         "expatt_resnet50_cifar": cifar_cfg(**RESNET),
         "expatt_mobilenetv2_100": default_cfg(first_conv="conv_stem", classifier="classifier", **PAPER),
         "expatt_resnet_nano": nano_cfg(**RESNET),
+        "expatt_resnet_nano.cifar10": cifar10_cfg("expatt_resnet_nano.cifar10", **RESNET),
     }
 )
 
@@ -83,8 +84,8 @@ def expatt_resnet50_cifar(pretrained: bool = False, **kwargs: Any) -> AugmentedR
 
 @register_model
 def expatt_resnet_nano(pretrained: bool = False, **kwargs: Any) -> AugmentedResNet:
-    """A small ExpAtt network for 8–64 px images and CPUs; `resnet_nano` is its convolution baseline."""
-    options = {
+    """A small ExpAtt network for 8–64 px images and CPUs; `resnet_nano` is its convolution baseline, with either tag."""
+    options: dict[str, Any] = {
         "block": AugmentedBottleneck,
         "layers": (1, 1, 1, 1),
         "channels": (16, 32, 48, 64),
@@ -96,6 +97,8 @@ def expatt_resnet_nano(pretrained: bool = False, **kwargs: Any) -> AugmentedResN
         "num_heads": 4,
         "img_size": 32,
     }
+    if wants_cifar10(pretrained, kwargs):
+        options |= {"layers": (2, 2, 2, 2), "channels": (24, 40, 64, 80)}
     return _create_resnet("expatt_resnet_nano", pretrained, **{**options, **kwargs})
 
 

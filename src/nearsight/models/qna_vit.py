@@ -28,7 +28,14 @@ from nearsight.layers.common import to_channels_last, to_nchw
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d
 from nearsight.layers.window_attention import WindowAttention2d
-from nearsight.models.common import default_cfg, global_pool_valid, shrink_mask, zero_masked
+from nearsight.models.common import (
+    cifar10_cfg,
+    default_cfg,
+    global_pool_valid,
+    shrink_mask,
+    wants_cifar10,
+    zero_masked,
+)
 
 __all__ = ["QnAViT"]
 
@@ -387,6 +394,9 @@ default_cfgs = generate_default_cfgs(
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
         ),
+        "qna_vit_nano.cifar10": cifar10_cfg(
+            "qna_vit_nano.cifar10", first_conv="patch_embed.proj", classifier="head.fc", pool_size=(8, 8)
+        ),
     }
 )
 
@@ -439,8 +449,11 @@ def qna_vit_base(pretrained: bool = False, **kwargs: Any) -> QnAViT:
 
 @register_model
 def qna_vit_nano(pretrained: bool = False, **kwargs: Any) -> QnAViT:
-    """A small member of three stages for 8–64 px images and CPUs, 2×2 patches, 0.40 M parameters."""
-    options = {
+    """A small member of three stages for 8–64 px images and CPUs, 2×2 patches, 0.40 M parameters.
+
+    With the tag cifar10: no patches (32×32, 16×16, 8×8), wider and deeper, 0.90 M parameters.
+    """
+    options: dict[str, Any] = {
         "num_classes": 10,
         "embed_dim": 24,
         "patch_size": 2,
@@ -451,4 +464,13 @@ def qna_vit_nano(pretrained: bool = False, **kwargs: Any) -> QnAViT:
         "sa_heads": (1, 2, 3),
         "sa_window": 4,
     }
+    if wants_cifar10(pretrained, kwargs):
+        options |= {
+            "embed_dim": 32,
+            "patch_size": 1,
+            "qna_depths": (2, 2, 2),
+            "qna_heads": (4, 8, 16),
+            "sa_heads": (1, 2, 4),
+            "sa_window": 8,
+        }
     return _create_qna_vit("qna_vit_nano", pretrained, **{**options, **kwargs})

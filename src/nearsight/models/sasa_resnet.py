@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from nearsight.errors import ArgumentValueError
 from nearsight.layers import AttentionStem2d, LocalAttention2d
 from nearsight.layers.common import check_map
-from nearsight.models.common import default_cfg, nano_cfg, shrink_mask, zero_masked
+from nearsight.models.common import cifar10_cfg, default_cfg, nano_cfg, shrink_mask, wants_cifar10, zero_masked
 from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin
 from nearsight.ops.checks import check_choice
 
@@ -292,7 +292,11 @@ default_cfgs = generate_default_cfgs(
         "sasa_resnet38_convstem": _cfg(),
         "sasa_resnet50_convstem": _cfg(),
         "sasa_resnet_nano": nano_cfg(first_conv="conv1", classifier="fc", **PAPER),
+        "sasa_resnet_nano.cifar10": cifar10_cfg(
+            "sasa_resnet_nano.cifar10", first_conv="conv1", classifier="fc", **PAPER
+        ),
         "resnet_nano": nano_cfg(first_conv="conv1", classifier="fc", **PAPER),
+        "resnet_nano.cifar10": cifar10_cfg("resnet_nano.cifar10", first_conv="conv1", classifier="fc", **PAPER),
     }
 )
 
@@ -352,15 +356,23 @@ NANO: dict[str, Any] = {
     "window": 5,
     "zero_init_last": False,  # a few hundred steps are all it gets
 }
+NANO_CIFAR10: dict[str, Any] = {
+    **NANO,
+    "layers": (2, 2, 2, 2),
+    "widths": (24, 40, 64, 80),
+    "zero_init_last": True,
+}
 
 
 @register_model
 def sasa_resnet_nano(pretrained: bool = False, **kwargs: Any) -> SasaResNet:
-    """A small network of attention for 8–64 px images and CPUs."""
-    return _create_sasa_resnet("sasa_resnet_nano", pretrained, **{**NANO, **kwargs})
+    """A small network of attention for 8–64 px images and CPUs; wider and deeper with the tag cifar10."""
+    options = NANO_CIFAR10 if wants_cifar10(pretrained, kwargs) else NANO
+    return _create_sasa_resnet("sasa_resnet_nano", pretrained, **{**options, **kwargs})
 
 
 @register_model
 def resnet_nano(pretrained: bool = False, **kwargs: Any) -> SasaResNet:
     """The convolution baseline of the nano networks: `sasa_resnet_nano` with 3×3 convolutions."""
-    return _create_sasa_resnet("resnet_nano", pretrained, **{**NANO, "stages": "cccc", **kwargs})
+    options = NANO_CIFAR10 if wants_cifar10(pretrained, kwargs) else NANO
+    return _create_sasa_resnet("resnet_nano", pretrained, **{**options, "stages": "cccc", **kwargs})

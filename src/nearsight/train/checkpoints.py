@@ -20,9 +20,21 @@ from typing import Any, NamedTuple
 from safetensors.torch import load, save
 from torch import Tensor
 
+from nearsight import weights
 from nearsight.errors import UserError
 
-__all__ = ["Checkpoint", "best", "clean", "find", "listed", "load_checkpoint", "open_checkpoint", "prune", "write"]
+__all__ = [
+    "Checkpoint",
+    "best",
+    "clean",
+    "find",
+    "listed",
+    "load_checkpoint",
+    "open_checkpoint",
+    "prune",
+    "write",
+    "write_folder",
+]
 
 FORMAT = "nearsight checkpoint"
 VERSION = 1
@@ -62,6 +74,18 @@ class Checkpoint(NamedTuple):
 def write(run: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) -> Path:
     """Write a checkpoint of `run` and return its folder. `state` needs "step"; each group becomes a safetensors file."""
     target = run / FOLDER / f"{PREFIX}{state['step']:08d}"
+    try:
+        write_folder(target, state, groups)
+    except OSError as error:
+        last = next(iter(reversed(_folders(run))), None)
+        kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror or error)
+        raise UserError(f"cannot write checkpoint {target}: {what}; {kept}. Make room and resume.") from error
+    return target
+
+
+def write_folder(target: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) -> None:
+    """Write a checkpoint as the folder `target`, complete or not at all."""
     part = target.with_name(f"{PARTIAL}{target.name}")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -78,13 +102,9 @@ def write(run: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) ->
             shutil.rmtree(target)
         part.rename(target)
         _flush_folder(target.parent)
-    except OSError as error:
+    except OSError:
         shutil.rmtree(part, ignore_errors=True)
-        last = next(iter(reversed(_folders(run))), None)
-        kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror or error)
-        raise UserError(f"cannot write checkpoint {target}: {what}; {kept}. Make room and resume.") from error
-    return target
+        raise
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -168,7 +188,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{folder} is a pickled file, which nearsight never opens; wanted a run or a checkpoint folder."
         )
     if not folder.is_dir():
-        raise UserError(f"no run or checkpoint at {str(folder)!r}.")
+        shipped = weights.names()
+        offer = f" Networks that come with nearsight: {', '.join(shipped)}." if shipped else ""
+        raise UserError(f"no run or checkpoint at {str(folder)!r}.{offer}")
     return Checkpoint(folder, _read_state(folder))
 
 
@@ -203,8 +225,13 @@ def best(run: str | Path) -> Path | None:
 
 
 def find(path: str | Path, which: str = "best") -> Checkpoint:
-    """A checkpoint from its folder or its run's: the best evaluated one (else the last), or the last."""
+    """A checkpoint from its folder or its run's: the best evaluated one (else the last), or the last.
+
+    Also by the name of a network that comes with the package.
+    """
     folder = Path(path)
+    if not folder.exists():
+        folder = weights.find(str(path)) or folder
     if (folder / FOLDER).is_dir():
         folders = listed(folder)
         if not folders:

@@ -1,0 +1,117 @@
+"""The rows of evidence.yaml and the files that hold their results."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROWS = HERE / "evidence.yaml"
+RESULTS = HERE / "results" / "evidence"
+LOG_LINES = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table; `set` are the overrides of its recipe."""
+
+    table: str
+    name: str
+    says: str
+    recipe: str
+    set: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    published: str | None = None
+    ship: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.table}/{self.name}"
+
+    def command(self, seed: int) -> str:
+        """What a reader types to repeat it."""
+        words = [f"'{word}'" if set(word) & set(" *{}[]'\"") else word for word in self.set]
+        return " ".join(["nearsight train", self.recipe, "data.root=FOLDER", *words, f"train.seed={seed}"])
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Rows from the worst to the best as published; `slack` points are forgiven."""
+
+    says: str
+    order: tuple[str, ...]
+    published: str
+    slack: float = 0.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """A group of rows that may be compared."""
+
+    name: str
+    title: str
+    about: str
+    rows: dict[str, Row]
+    claims: list[Claim] = field(default_factory=list)
+
+
+def read_tables(path: Path = ROWS) -> dict[str, Table]:
+    """Every table of the file, by name."""
+    tables = {}
+    for name, keys in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        shared = tuple(keys.get("set", ()))
+        rows = {}
+        for row, values in keys["rows"].items():
+            made = {"recipe": keys.get("recipe"), **values}
+            made["set"] = shared + tuple(values.get("set", ()))
+            made["seeds"] = tuple(values.get("seeds", (0,)))
+            rows[row] = Row(name, row, **made)
+        claims = [Claim(**{**claim, "order": tuple(claim["order"])}) for claim in keys.get("claims", {}).values()]
+        tables[name] = Table(name, keys["title"], keys["about"], rows, claims)
+    return tables
+
+
+def chosen(patterns: Sequence[str]) -> list[Row]:
+    """The rows whose TABLE/ROW matches a pattern, in the file's order; a pattern that matches none is refused."""
+    rows = [row for table in read_tables().values() for row in table.rows.values()]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatch(row.key, pattern) for row in rows):
+            raise SystemExit(f"evidence: no row {pattern!r}; see: evidence.py list")
+    return [row for row in rows if any(fnmatch.fnmatch(row.key, pattern) for pattern in patterns)]
+
+
+def result_file(out: Path, row: Row, seed: int) -> Path:
+    return out / row.table / f"{row.name}-s{seed}.jsonl"
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """The first line of a run's file, or None where there is none."""
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8") as file:
+        found: dict[str, Any] = json.loads(file.readline())
+    return found
+
+
+def write_result(path: Path, result: dict[str, Any], log: Sequence[dict[str, Any]] = ()) -> None:
+    """The result and the thinned log, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}")
+    part.write_text("".join(json.dumps(line) + "\n" for line in [result, *thin(log)]), encoding="utf-8")
+    part.replace(path)
+
+
+def thin(log: Sequence[dict[str, Any]], lines: int = LOG_LINES) -> list[dict[str, Any]]:
+    """About `lines` training lines, evenly spread, the last among them, and every evaluation; without clock times."""
+    trained = [row for row in log if row["kind"] == "train"]
+    step = max(1, math.ceil(len(trained) / lines))
+    kept = {id(row) for row in trained[::-1][::step]}
+    wanted = [row for row in log if id(row) in kept or row["kind"] == "eval"]
+    return [{key: value for key, value in row.items() if key != "time"} for row in wanted]
