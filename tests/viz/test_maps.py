@@ -191,6 +191,23 @@ def test_layers_without_two_terms_have_no_content_map():
         assert layer_maps(made(case), x, [(2, 3)], content=True).content is None
 
 
+@pytest.mark.parametrize("case", ["local_even_dilated", "qna_strided", "qna_stride_3"])
+def test_kernels_are_the_same_weights_tap_by_tap(case):
+    layer, x, key_mask = made(case), torch.randn(2, 8, *SIZE, dtype=torch.float64), some_mask()
+    rows, columns = extractors.extractor_of(layer).query_grid(layer, SIZE)
+    maps = layer_maps(layer, x, every_cell((rows, columns)), kernels=True, key_mask=key_mask)
+    (kh, kw), stride = layer.kernel_size, layer.stride if isinstance(layer, QnA2d) else (1, 1)
+    dilation = getattr(layer, "dilation", (1, 1))
+    assert maps.kernels.shape == (2, rows, columns, layer.num_heads, kh, kw)
+    weights = maps.weights.unflatten(1, (rows, columns))
+    for y, x, a, b in torch.cartesian_prod(*map(torch.arange, (rows, columns, kh, kw))).tolist():
+        at = (y * stride[0] + (a - (kh - 1) // 2) * dilation[0], x * stride[1] + (b - (kw - 1) // 2) * dilation[1])
+        inside = 0 <= at[0] < SIZE[0] and 0 <= at[1] < SIZE[1]
+        wanted = weights[:, y, x, :, at[0], at[1]] if inside else torch.zeros(2, layer.num_heads, dtype=torch.float64)
+        assert torch.allclose(maps.kernels[:, y, x, :, a, b], wanted)
+    assert layer_maps(made("window"), torch.randn(1, 8, *SIZE, dtype=torch.float64), kernels=True).kernels is None
+
+
 @pytest.mark.parametrize("name", ["sasa_resnet_nano", "qna_vit_nano", "expatt_resnet_nano"])
 def test_every_layer_of_a_network_in_the_order_it_runs(name):
     model = timm.create_model(name).train()

@@ -62,6 +62,10 @@ class Extractor:
         """Σ over all queries of their softmax at each pixel, [B, heads, h, w]."""
         raise TypeError(f"{type(self).__name__} receives nothing")
 
+    def kernels(self, layer: Any, x: Tensor, key_mask: Tensor | None) -> Tensor | None:
+        """Every window's weights as they act, [B, rows, columns, heads, kh, kw]; None for layers without windows of taps."""
+        return None
+
 
 class Taps(NamedTuple):
     """Where the windows of a layer lie."""
@@ -146,6 +150,13 @@ class _Windowed(Extractor):
             none = x.new_zeros(batch, 0, heads, height, width, dtype=_wide(x))
             return Given(none, none[:, :, None], none[..., 0, 0])
         return Given(*(torch.stack(part, 1) for part in (acting, seen, outside)))
+
+    def kernels(self, layer: Any, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        parts, taps, scale = self.project(layer, x), self.taps(layer), self.tap_scale(layer)
+        last = [-(-size // step) - 1 for size, step in zip(x.shape[2:], taps.stride, strict=True)]
+        found = self._slab(layer, parts, key_mask, (0, last[0]), (0, last[1]), True)
+        acting = found if scale is None else found * scale.to(found)
+        return acting.sum(3).unflatten(-1, taps.window)
 
     def received(self, layer: Any, x: Tensor, key_mask: Tensor | None) -> Tensor:
         parts, taps = self.project(layer, x), self.taps(layer)

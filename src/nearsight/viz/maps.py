@@ -45,6 +45,8 @@ class LayerMaps:
         outside: [B, N, heads], softmax mass that went to padding (border="zeros" alone has any), summed over L.
         content: [B, N, L, heads, h, w], the softmax of key×query alone, where asked for and where the layer adds positions.
         received: [B, heads, h, w], for each pixel the sum of the softmax over all queries that see it (and over L).
+        kernels: [B, rows, columns, heads, kh, kw], the weights of every window as they act (for `QnAUpsample2d` summed over
+            the pixels it makes), where asked for and where the layer has windows of taps: local attention and QnA.
 
     `on_image(maps)` brings any of them from h×w to the image's grid.
     """
@@ -60,6 +62,7 @@ class LayerMaps:
     outside: Tensor | None
     content: Tensor | None
     received: Tensor | None
+    kernels: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -105,6 +108,7 @@ def attention_maps(
     *,
     received: bool = True,
     content: bool = False,
+    kernels: bool = False,
     key_mask: Tensor | None = None,
 ) -> dict[str, LayerMaps]:
     """What every attention layer of a network attends to: the weights of chosen pixels, and what each location receives.
@@ -124,6 +128,7 @@ def attention_maps(
             that holds the pixel. None asks for `received` alone.
         received: also the received attention, which needs all queries of the layer.
         content: also the softmax of key×query without positions, where a layer adds them.
+        kernels: also the weights of all windows, tap by tap, for local attention and QnA: kh·kw·heads numbers per query.
         key_mask: bool [B, H, W], True where a pixel may be attended, for networks that take it.
 
     Returns:
@@ -162,7 +167,7 @@ def attention_maps(
             extractor = _extractor(module)
             query_grid = extractor.query_grid(module, grid)
             cells = None if wanted is None else [cell_of(pixel, size, query_grid) for pixel in wanted]
-            found[label] = _look(label, module, x, mask, cells, size, received, content)
+            found[label] = _look(label, module, x, mask, cells, size, received, content, kernels)
 
         return hook
 
@@ -199,6 +204,7 @@ def layer_maps(
     *,
     received: bool = True,
     content: bool = False,
+    kernels: bool = False,
     key_mask: Tensor | None = None,
 ) -> LayerMaps:
     """The maps of one layer from its own input [B, C, h, w]; `cells` are (y, x) on its query grid.
@@ -215,7 +221,7 @@ def layer_maps(
     size = (x.shape[2], x.shape[3])
     wanted = None if cells is None else [_pixel(cell, extractor.query_grid(layer, size)) for cell in cells]
     with torch.no_grad():
-        return _look("", layer, x, key_mask, wanted, size, received, content)
+        return _look("", layer, x, key_mask, wanted, size, received, content, kernels)
 
 
 def explicit_map(
@@ -291,6 +297,7 @@ def _look(
     image_size: Pair,
     received: bool,
     content: bool,
+    kernels: bool,
 ) -> LayerMaps:
     extractor = _extractor(layer)
     given = parts = None
@@ -311,6 +318,7 @@ def _look(
         None if given is None else given.outside,
         parts,
         extractor.received(layer, x, key_mask) if received else None,
+        extractor.kernels(layer, x, key_mask) if kernels else None,
     )
 
 
