@@ -474,6 +474,9 @@ class Trainer:
         result = Result(
             self.run, self.place.step, metrics, score, seconds, per_epoch, rate, self.parameters, path, self.losses
         )
+        finish = getattr(self.task, "finish", None)
+        if self.leader and finish is not None:
+            finish(self.run)
         if self.leader and spent:
             summary = {
                 "model": self.config.model.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
 
-__all__ = ["BadImageError", "decode", "image_mode", "refuse_bad"]
+__all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad"]
 
 
 class BadImageError(Exception):
@@ -49,6 +50,25 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Imag
         raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise BadImageError(f"damaged ({error})") from error
+
+
+class LeftOut:
+    """Tells once of every file that was no image.
+
+    >>> left_out = LeftOut(print)
+    >>> left_out.tell(["b.png", "a.png"])
+    left out a.png, b.png: no image (2 so far)
+    >>> left_out.tell(["a.png"])
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note, self.files = note, set[str]()
+
+    def tell(self, names: Iterable[str]) -> None:
+        new = set(names) - self.files
+        if new:
+            self.files |= new
+            self.note(f"left out {', '.join(sorted(new))}: no image ({len(self.files)} so far)")
 
 
 def refuse_bad(name: str, reason: str) -> UserError:

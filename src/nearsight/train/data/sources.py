@@ -16,7 +16,7 @@ from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, decode, image_mode
 
-__all__ = ["Source", "Split", "Subset", "open_source"]
+__all__ = ["Source", "Split", "Subset", "hold_out", "open_source", "split_source"]
 
 EVALUATION = ("val", "validation", "valid", "test")
 KINDS = (
@@ -107,9 +107,11 @@ class FileImages:
 
 
 class ParquetImages:
-    """Encoded images in Parquet files, as Hugging Face writes them."""
+    """Encoded images in Parquet files, as Hugging Face writes them; the label's column may be None."""
 
-    def __init__(self, table: Any, columns: tuple[str, str], files: list[Path], mode: str, max_pixels: int) -> None:
+    def __init__(
+        self, table: Any, columns: tuple[str, str | None], files: list[Path], mode: str, max_pixels: int
+    ) -> None:
         self.table, (self.image, self.label), self.files = table, columns, files
         self.mode, self.max_pixels = mode, max_pixels
 
@@ -126,10 +128,13 @@ class ParquetImages:
         data = cell.get("bytes") if isinstance(cell, dict) else cell
         if not data:
             raise BadImageError("no bytes")
-        return decode(data, self.mode, self.max_pixels), int(self.table[self.label][index].as_py())
+        label = 0 if self.label is None else int(self.table[self.label][index].as_py())
+        return decode(data, self.mode, self.max_pixels), label
 
     def key(self) -> str | None:
-        return "\n".join(f"{path.resolve()} {_stamp(path)}" for path in self.files)
+        files = [f"{path.resolve()} {_stamp(path)}" for path in self.files]
+        # The cache keeps labels too: a set read without them must not stand for one with.
+        return "\n".join(files if self.label is not None else [*files, "no labels"])
 
 
 class ReaderImages:
@@ -172,24 +177,29 @@ class Subset:
         return None if key is None else f"{key}\n{self.indices}"
 
 
-def open_source(data: DataConfig) -> Source:
-    """The source a config names, checked: it exists, has images, at least two classes, the same ones in both splits."""
+def open_source(data: DataConfig, *, labelled: bool = True) -> Source:
+    """The source a config names, checked: it exists, has images, at least two classes, the same ones in both splits.
+
+    Without `labelled` the images alone count: any folder, any Parquet file with an image column; there are no classes.
+    """
     kind, _, path = data.source.partition(":")
     if kind == "digits":
         source = _digits(data)
     elif kind in ("cifar10", "cifar100"):
         source = _cifar(kind, data, path or data.root)
     elif kind == "folder":
-        source = _folder(data, path or data.root)
+        source = _folder(data, path or data.root, labelled)
     elif kind == "parquet":
-        source = _parquet(data, path or data.root)
+        source = _parquet(data, path or data.root, labelled=labelled)
     elif kind.partition("/")[0] in ("hfds", "hfids", "wds", "tfds"):
-        source = _reader(data)
+        source = _reader(data, labelled)
     else:
         near = nearest(data.source, KINDS)
         hint = f" Did you mean {near!r}?" if near else ""
         raise UserError(f"data.source: got {data.source!r}, wanted one of {', '.join(KINDS)}.{hint}")
-    if len(source.classes) < 2:
+    if not labelled:
+        source = source._replace(classes=[])
+    elif len(source.classes) < 2:
         raise UserError(f"data.source: {data.source!r} has {len(source.classes)} class, wanted at least 2.")
     if data.mean is not None:
         source = source._replace(mean=tuple(data.mean))
@@ -251,27 +261,43 @@ def _default_root(kind: str) -> Path | None:
     return None
 
 
-def _folder(data: DataConfig, path: str | None) -> Source:
+def _folder(data: DataConfig, path: str | None, labelled: bool = True) -> Source:
     if not path or not Path(path).is_dir():
-        raise UserError(f"data.source: no folder {path!r}; wanted folder:PATH with a sub-folder per class.")
+        inside = "a sub-folder per class" if labelled else "images"
+        raise UserError(f"data.source: no folder {path!r}; wanted folder:PATH with {inside}.")
     root = Path(path)
     train = root / "train" if (root / "train").is_dir() else root
     evaluation = next((root / name for name in EVALUATION if (root / name).is_dir()), None) if train != root else None
+    statistics = _statistics("folder", data.channels)
+    if not labelled:
+        held_out = None if evaluation is None else _all_files(evaluation, data)
+        return Source(_all_files(train, data), held_out, [], *statistics)
     classes, images = _class_files(train, data)
     held = None
     if evaluation is not None:
         eval_classes, held = _class_files(evaluation, data)
         _same_classes(str(path), classes, eval_classes)
-    return Source(images, held, classes, *_statistics("folder", data.channels))
+    return Source(images, held, classes, *statistics)
+
+
+def _images_under(root: Path) -> list[str]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    return sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+
+
+def _all_files(root: Path, data: DataConfig) -> FileImages:
+    found = _images_under(root)
+    if not found:
+        raise UserError(f"data.source: {str(root)!r} has no images.")
+    return FileImages([(file, 0) for file in found], image_mode(data.channels), data.max_pixels)
 
 
 def _class_files(root: Path, data: DataConfig) -> tuple[list[str], FileImages]:
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
     files = []
     for label, name in enumerate(classes):
-        found = sorted(str(p) for p in (root / name).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+        found = _images_under(root / name)
         if not found:
             raise UserError(f"data.source: class folder {str(root / name)!r} has no images.")
         files += [(file, label) for file in found]
@@ -295,20 +321,20 @@ def _parquet_files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.parquet")) if root.is_dir() else []
 
 
-def _parquet(data: DataConfig, path: str | None, kind: str = "parquet") -> Source:
+def _parquet(data: DataConfig, path: str | None, kind: str = "parquet", labelled: bool = True) -> Source:
     files = _parquet_files(Path(path)) if path else []
     if not files:
         raise UserError(f"data.source: no Parquet files in {path!r}.")
     evaluation = [f for f in files if any(f.name.startswith(name) for name in EVALUATION)]
-    train, classes = _read_parquet([f for f in files if f not in evaluation] or evaluation, data)
+    train, classes = _read_parquet([f for f in files if f not in evaluation] or evaluation, data, labelled)
     held = None
     if evaluation and len(evaluation) < len(files):
-        held, eval_classes = _read_parquet(evaluation, data)
+        held, eval_classes = _read_parquet(evaluation, data, labelled)
         _same_classes(str(path), classes, eval_classes)
     return Source(train, held, classes, *_statistics(kind, data.channels))
 
 
-def _read_parquet(files: list[Path], data: DataConfig) -> tuple[ParquetImages, list[str]]:
+def _read_parquet(files: list[Path], data: DataConfig, labelled: bool) -> tuple[ParquetImages, list[str]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -317,9 +343,11 @@ def _read_parquet(files: list[Path], data: DataConfig) -> tuple[ParquetImages, l
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"data.source: {files[0]} is not a readable Parquet file ({error}).") from error
     image = _column(table, ("image", "img", "jpg", "png", "webp"), files[0])
-    label = _column(table, ("label", "fine_label", "labels", "cls", "class"), files[0])
     if not table.num_rows:
         raise UserError(f"data.source: {files[0]} has no rows.")
+    if not labelled:
+        return ParquetImages(table, (image, None), files, image_mode(data.channels), data.max_pixels), []
+    label = _column(table, ("label", "fine_label", "labels", "cls", "class"), files[0])
     labels = table[label].to_numpy()
     if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
         raise UserError(f"data.source: column {label!r} of {files[0]} holds {labels.dtype}, wanted numbers from 0.")
@@ -351,7 +379,7 @@ def _class_names(table: Any, label: str) -> list[str] | None:
         return None
 
 
-def _reader(data: DataConfig) -> Source:
+def _reader(data: DataConfig, labelled: bool) -> Source:
     from timm.data.dataset_factory import create_dataset
     from timm.data.readers.reader_factory import create_reader
 
@@ -363,7 +391,7 @@ def _reader(data: DataConfig) -> Source:
             readers = [create_reader(data.source, root=data.root, split=s) for s in (data.train_split, data.eval_split)]
             classes = sorted(readers[0].class_to_idx, key=readers[0].class_to_idx.__getitem__)
             parts = [ReaderImages(reader, mode, data.max_pixels) for reader in readers]
-            return Source(parts[0], parts[1], classes or _numbered(data), *statistics)
+            return Source(parts[0], parts[1], classes if classes or not labelled else _numbered(data), *statistics)
         splits = [
             create_dataset(
                 data.source,
@@ -382,7 +410,7 @@ def _reader(data: DataConfig) -> Source:
         ]
     except (FileNotFoundError, AssertionError, ValueError, RuntimeError) as error:
         raise UserError(f"data.source: cannot open {data.source!r} ({error}).") from error
-    return Source(splits[0], splits[1], _numbered(data), *statistics, streamed=True)
+    return Source(splits[0], splits[1], _numbered(data) if labelled else [], *statistics, streamed=True)
 
 
 def _numbered(data: DataConfig) -> list[str]:
@@ -394,6 +422,19 @@ def _numbered(data: DataConfig) -> list[str]:
 def _stamp(path: str | Path) -> str:
     status = os.stat(path)
     return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]:
+    """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence."""
+    if data.holdout:
+        if source.streamed:
+            raise UserError("data.holdout: a streamed source cannot be split; name a split in data.eval_split.")
+        return hold_out(source.train, data.holdout, seed)
+    if source.evaluation is None:
+        raise UserError(
+            f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
+        )
+    return source.train, source.evaluation
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Subset, Subset]:
