@@ -20,7 +20,7 @@ from nearsight.layers.common import (
     typed_arguments,
 )
 from nearsight.layers.positions import sincos_2d
-from nearsight.ops import local_attention_packed
+from nearsight.ops import local_attention_projected
 from nearsight.ops.checks import check_choice, check_pair
 
 __all__ = ["LocalAttention2d"]
@@ -140,8 +140,12 @@ class LocalAttention2d(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(LAYER, x, self.in_channels, key_mask)
-        y = local_attention_packed(
-            self.project_packed(x),
+        y = local_attention_projected(
+            self._pixels(x),
+            self.qkv.weight,
+            self.qkv.bias,
+            num_heads=self.num_heads,
+            content=self.content,
             window=self.kernel_size,
             rel_row=self.rel_row,
             rel_col=self.rel_col,
@@ -157,16 +161,16 @@ class LocalAttention2d(nn.Module):
             y = to_nchw(self.proj(to_channels_last(y)))
         return y
 
-    def project_packed(self, x: Tensor) -> Tensor:
-        """q, k and v of a map as one product leaves them: [B, H, W, 3, heads, D] (2 without content: q and v)."""
+    def _pixels(self, x: Tensor) -> Tensor:
+        """The map as the projection reads it, [B, H, W, in_channels]."""
         pixels = to_channels_last(x)
         if self.position == "absolute":
             pixels = pixels + sincos_2d(x.shape[2], x.shape[3], self.in_channels, device=x.device, dtype=x.dtype)
-        return self.qkv(pixels).unflatten(-1, (3 if self.content else 2, self.num_heads, self.head_dim))
+        return pixels
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """q, k (None without content) and v of a map, each [B, H, W, heads, D]: strided views of one product."""
-        packed = self.project_packed(x)
+        packed = self.qkv(self._pixels(x)).unflatten(-1, (3 if self.content else 2, self.num_heads, self.head_dim))
         return packed.select(3, 0), packed.select(3, 1) if self.content else None, packed.select(3, -1)
 
     def extra_repr(self) -> str:

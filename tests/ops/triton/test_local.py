@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearsight.ops import backends, local_attention, local_attention_packed
+from nearsight.ops import backends, local_attention, local_attention_projected
 from nearsight.ops.local import triton_impl
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
@@ -133,29 +133,34 @@ def test_empty_batch():
 
 @interpreted
 @pytest.mark.parametrize("content", [True, False])
-def test_packed_is_the_same(content):
-    """The packed form gives the same numbers, and one gradient laid out as the projection reads it."""
-    inputs = make(heads=2, size=(4, 7), content=content)
-    parts = [t for t in (inputs["q"], inputs["k"], inputs["v"]) if t is not None]
-    packed = torch.stack(parts, 3).requires_grad_()
-    tables = {n: inputs[n].requires_grad_() for n in ("rel_row", "rel_col")}
-    out = local_attention_packed(packed, window=3, **tables, backend="triton")
-    apart = local_attention(
-        *(None if t is None else t for t in _unpack(packed, content)), window=3, **tables, backend="triton"
-    )
+@pytest.mark.parametrize("biased", [True, False])
+def test_projected_is_the_same(content, biased):
+    """Projecting inside gives what projecting before does, output and every gradient."""
+    generator = torch.Generator().manual_seed(0)
+    parts = 3 if content else 2
+    pixels = torch.randn(2, 4, 7, 5, generator=generator).transpose(1, 2)
+    weight, bias = torch.randn(parts * 16, 5, generator=generator), torch.randn(parts * 16, generator=generator)
+    tables = [torch.randn(3, 4, generator=generator) for _ in range(2)]
+    leaves = [t.requires_grad_() for t in (pixels, weight, *tables, *([bias] if biased else []))]
+    options = {"window": 3, "rel_row": tables[0], "rel_col": tables[1], "backend": "triton"}
+    bias = bias if biased else None
+    out = local_attention_projected(pixels, weight, bias, num_heads=2, content=content, **options)
+    q, *k, v = torch.nn.functional.linear(pixels, weight, bias).unflatten(-1, (parts, 2, 8)).unbind(3)
+    apart = local_attention(q, k[0] if k else None, v, **options)
     assert torch.equal(out, apart)
-    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    for one, other in zip(
-        torch.autograd.grad(out, [packed, *tables.values()], up, retain_graph=True),
-        torch.autograd.grad(apart, [packed, *tables.values()], up),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
-        assert one.is_contiguous()
+    up = torch.randn(out.shape, generator=generator)
+    for one, other in zip(torch.autograd.grad(out, leaves, up), torch.autograd.grad(apart, leaves, up), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def _unpack(packed, content):
-    return packed.select(3, 0), packed.select(3, 1) if content else None, packed.select(3, -1)
+@interpreted
+def test_projected_keeps_the_pixels_and_not_the_projection():
+    pixels, weight = torch.randn(1, 6, 5, 4, requires_grad=True), torch.randn(48, 4, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        local_attention_projected(pixels, weight, num_heads=2, window=3, backend="triton")
+    assert torch.Size([1, 6, 5, 4]) in kept
+    assert max(shape.numel() for shape in kept) == 6 * 5 * 16  # the output
 
 
 @interpreted

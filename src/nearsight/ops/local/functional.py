@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
 from nearsight.ops import checks, dispatch
@@ -10,7 +11,7 @@ from nearsight.ops.dispatch import Backend, OpEntry
 from nearsight.ops.local import reference, torch_impl, triton_impl
 from nearsight.ops.local.call import OP, LocalCall, prepare
 
-__all__ = ["local_attention", "local_attention_packed", "local_attention_weights"]
+__all__ = ["local_attention", "local_attention_projected", "local_attention_weights"]
 
 
 def _always(call: LocalCall) -> str | None:
@@ -86,10 +87,14 @@ def local_attention(
     return dispatch.run(OP, ENTRY.backends, backend, call)
 
 
-def local_attention_packed(
-    packed: Tensor,
+def local_attention_projected(
+    pixels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
+    num_heads: int,
     window: int | tuple[int, int],
+    content: bool = True,
     rel_row: Tensor | None = None,
     rel_col: Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -98,27 +103,33 @@ def local_attention_packed(
     scale: float = 1.0,
     backend: str | None = None,
 ) -> Tensor:
-    """`local_attention` of q, k and v as one projection leaves them: [B, H, W, 3, heads, D], or 2 for q and v alone.
+    """`local_attention` of q, k, v = one linear projection of `pixels` (q and v alone without `content`).
 
-    The same result; what differs is the backward, which may write the three gradients where the projection reads them
-    instead of leaving autograd to copy three slices together.
+    `pixels` is [B, H, W, Cin], `weight` [3·heads·D, Cin] (2·heads·D without content) with the rows of q first. The same result
+    as projecting first; a backend with fused kernels keeps the pixels for the backward instead of q, k and v, which are
+    three times as much, and projects again.
 
     >>> import torch
-    >>> from nearsight.ops import local_attention_packed
-    >>> local_attention_packed(torch.randn(1, 5, 7, 3, 2, 8), window=3).shape
+    >>> from nearsight.ops import local_attention_projected
+    >>> local_attention_projected(torch.randn(1, 5, 7, 12), torch.randn(3 * 16, 12), num_heads=2, window=3).shape
     torch.Size([1, 5, 7, 2, 8])
     """
-    checks.check_float_tensor(OP, "packed", packed, 6, "[B, H, W, 3 or 2, heads, D]")
-    if packed.shape[3] not in (2, 3):
+    parts = 3 if content else 2
+    checks.check_float_tensor(OP, "pixels", pixels, 4, "[B, H, W, channels]")
+    checks.check_float_tensor(OP, "weight", weight, 2, f"[{parts}·heads·D, channels]")
+    if weight.shape[1] != pixels.shape[3] or weight.shape[0] % (parts * num_heads):
         raise ArgumentValueError(
-            f"{OP}: got packed of shape {checks.shape_text(packed.shape)}, wanted 3 (q, k, v) or 2 (q, v) on axis 3."
+            f"{OP}: got weight of shape {checks.shape_text(weight.shape)}, wanted [{parts}·{num_heads}·D, "
+            f"{pixels.shape[3]}]: a row per channel of {'q, k and v' if content else 'q and v'}, a column per channel of pixels."
         )
-    cast = dispatch.autocast_dtype(packed)
+    cast = dispatch.autocast_dtype(pixels)
     if cast is not None:
-        packed = packed.to(cast)
+        pixels, weight = pixels.to(cast), weight.to(cast)
+        bias = None if bias is None else bias.to(cast)
+    packed = F.linear(pixels, weight, bias).unflatten(-1, (parts, num_heads, -1))
     call = prepare(
         packed.select(3, 0),
-        packed.select(3, 1) if packed.shape[3] == 3 else None,
+        packed.select(3, 1) if content else None,
         packed.select(3, -1),
         window=window,
         rel_row=rel_row,
@@ -129,7 +140,7 @@ def local_attention_packed(
         scale=scale,
     )
     if backend in (None, "triton") and triton_impl.refusal(call) is None:
-        return triton_impl.run_packed(packed, call)
+        return triton_impl.run_projected(packed.detach(), pixels, weight, bias, call)
     return dispatch.run(OP, ENTRY.backends, backend, call)
 
 

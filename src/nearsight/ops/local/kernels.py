@@ -81,6 +81,18 @@ def _within(i, size):
 
 
 @triton.jit
+def _halo(source, at, use, image, y, x, channel, NK: tl.constexpr, CHANNELS: tl.constexpr, BOXES: tl.constexpr):
+    """A chunk of the halo, [NK, CHANNELS], 0 outside the image: by the copy engine from a descriptor, or by pointers.
+
+    A few heads are a few bytes of a pixel's line; loads of many lines fill the path to shared memory, boxes do not.
+    """
+    if BOXES:
+        return tl.reshape(source.load([image.to(tl.int32), y, x, channel]), (NK, CHANNELS))
+    else:
+        return tl.load(source + at, mask=use, other=0.0)
+
+
+@triton.jit
 def _relative(
     row_ptr,
     col_ptr,
@@ -213,6 +225,7 @@ def forward(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
+    BOXES: tl.constexpr,
     LARGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -239,8 +252,9 @@ def forward(
     halo_x = x0 - PX + n % NC
     halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
-    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
-    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    if not BOXES:
+        k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+        v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
     q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
@@ -266,13 +280,15 @@ def forward(
             load = there[:, None] & real[None, :]
             s = _dot(table, _codes_transposed(chunk * NR, NR, NC, HS, dtype), PRECISION)
             if HAS_K:
-                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
+                at = (halo_y * dil_y * k_y)[:, None] + k_cols
+                k = _halo(k_ptr, at, load, image, y0 - PY + chunk * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
                 s = _dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
-                at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
-                attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
+                pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+                attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
+            at = (halo_y * dil_y * v_y)[:, None] + v_cols
+            v = _halo(v_ptr, at, load, image, y0 - PY + chunk * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
             new_top = tl.max(s, 1)
             if CHUNKS > 1:
                 new_top = tl.maximum(new_top, top)
@@ -358,6 +374,7 @@ def backward(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
+    BOXES: tl.constexpr,
     LARGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -390,8 +407,9 @@ def backward(
     halo_x = x0 - PX + n % NC
     halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
-    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
-    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    if not BOXES:
+        k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+        v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
     q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
@@ -437,14 +455,16 @@ def backward(
             codes = _codes(i * NR, NR, NC, HS, dtype)
             s = _dot(table, tl.trans(codes), PRECISION)
             if HAS_K:
-                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
+                at = (halo_y * dil_y * k_y)[:, None] + k_cols
+                k = _halo(k_ptr, at, load, image, y0 - PY + i * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
                 s = _dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
-                at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
-                attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
+                pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+                attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
             p = _exp2(s * scale_log2 - lse[:, None])
-            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
+            at = (halo_y * dil_y * v_y)[:, None] + v_cols
+            v = _halo(v_ptr, at, load, image, y0 - PY + i * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
             dp = _dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
             dv_next = dv_next + (_dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)

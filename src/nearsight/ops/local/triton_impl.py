@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.sums import add_rows
-from nearsight.ops.triton_support import common_refusal, dot_precision, next_power_of_two
+from nearsight.ops.triton_support import INTERPRETED, common_refusal, dot_precision, next_power_of_two
 
-__all__ = ["Geometry", "geometry", "refusal", "run", "run_packed"]
+__all__ = ["Geometry", "geometry", "refusal", "run", "run_projected"]
 
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
@@ -56,10 +57,13 @@ def run(call: LocalCall) -> Tensor:
     )[0]
 
 
-def run_packed(packed: Tensor, call: LocalCall) -> Tensor:
-    """`run` for a call whose q, k and v are the slices of `packed`."""
-    return _packed_forward_op(
+def run_projected(packed: Tensor, pixels: Tensor, weight: Tensor, bias: Tensor | None, call: LocalCall) -> Tensor:
+    """`run` for a call whose q, k and v are the slices of `packed`, which is `pixels` projected."""
+    return _projected_forward_op(
         packed,
+        pixels,
+        weight,
+        bias,
         call.rel_row,
         call.rel_col,
         call.key_mask,
@@ -158,7 +162,7 @@ def _launch(
     dilation: list[int],
     kernel: str,
 ) -> _Launch:
-    """Grid and arguments that the three kernels share."""
+    """Grid and arguments that the kernels share."""
     batch, height, width, heads, dim = q.shape
     (kh, kw), (dil_y, dil_x) = window, dilation
     shape = geometry(dim, heads, kh, kw, q.element_size(), kernel)
@@ -215,9 +219,36 @@ def _launch(
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
+    if kernel in ("forward", "walk"):
+        constants["BOXES"] = dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
     if shape.registers is not None and q.device.type == "cuda":
         constants["maxnreg"] = shape.registers
     return _Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
+
+
+@functools.cache
+def _has_copy_engine(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def _boxable(t: Tensor) -> bool:
+    """Whether the copy engine can cut boxes of pixels and heads out of [B, H, W, heads, D]."""
+    dim, size = t.shape[-1], t.element_size()
+    steps = [stride * size % 16 for stride in t.stride()[:3]]
+    fits = size == 2 and dim >= 8 and dim == next_power_of_two(dim) and t.stride(3) == dim
+    able = INTERPRETED or (t.device.type == "cuda" and _has_copy_engine(t.device.index))
+    return able and fits and not any(steps) and t.data_ptr() % 16 == 0
+
+
+def _source(t: Tensor, constants: dict[str, Any]) -> Any:
+    """Keys or values as the kernels take them: a descriptor of boxes where those serve, else the tensor."""
+    if not constants["BOXES"]:
+        return t
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    batch, height, width, heads, dim = t.shape
+    box = [1, constants["NR"], constants["NC"], constants["G"] * constants["DP"]]
+    return TensorDescriptor(t, [batch, height, width, heads * dim], [*t.stride()[:3], 1], box)
 
 
 def _half_slots(constants: dict[str, Any]) -> int:
@@ -255,8 +286,9 @@ def _attend(
 
     launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "forward")
     with torch.cuda.device_of(q):
+        key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         kernels.forward[launch.grid](
-            *(q, q if k is None else k, v, out, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask)),
+            *(q, key, value, out, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask)),
             **launch.runtime,
             scale_log2=scale * math.log2(math.e),
             HS=_half_slots(launch.constants),
@@ -344,8 +376,9 @@ def _walk(
     shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
     dv_share = torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else torch.empty_like(dv_share)
+    key, value = (_source(x, fixed) for x in (t.k, t.v))
     kernels.backward[launch.grid](
-        *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
+        *(t.q, key, value, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
         **use,
         **numbers,
         HS=half,
@@ -500,17 +533,20 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 _forward_op.register_autograd(_backward, setup_context=_setup)
 
 
-# The same with q, k and v (or q and v) packed as one product leaves them, [B, H, W, 3 or 2, heads, D]: their gradient is
-# written in place, where slices of autograd's would be copied together.
+# The same with q, k and v (or q and v) packed as one product of `pixels` leaves them, [B, H, W, 3 or 2, heads, D]. The product
+# is not kept: the backward makes it again, inside the op, where no compiler can merge it with the first and keep it after all.
 
 
 def _unpack(packed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     return packed.select(3, 0), packed.select(3, 1) if packed.shape[3] == 3 else None, packed.select(3, -1)
 
 
-@torch.library.custom_op("nearsight::local_attention_packed_triton", mutates_args=())
-def _packed_forward_op(
+@torch.library.custom_op("nearsight::local_attention_projected_triton", mutates_args=())
+def _projected_forward_op(
     packed: Tensor,
+    pixels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     rel_row: Tensor | None,
     rel_col: Tensor | None,
     key_mask: Tensor | None,
@@ -522,16 +558,18 @@ def _packed_forward_op(
     return _attend(*_unpack(packed), rel_row, rel_col, key_mask, window, dilation, zeros, scale)
 
 
-@_packed_forward_op.register_fake
+@_projected_forward_op.register_fake
 def _(packed: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     shape = packed.select(3, 0).shape
     return packed.new_empty(shape), packed.new_empty(shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("nearsight::local_attention_packed_triton_backward", mutates_args=())
-def _packed_backward_op(
+@torch.library.custom_op("nearsight::local_attention_projected_triton_backward", mutates_args=())
+def _projected_backward_op(
     grad: Tensor,
-    packed: Tensor,
+    pixels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     rel_row: Tensor | None,
     rel_col: Tensor | None,
     key_mask: Tensor | None,
@@ -543,6 +581,8 @@ def _packed_backward_op(
     scale: float,
 ) -> list[Tensor]:
     """d packed, then d rel_row and d rel_col where those inputs exist."""
+    with torch.autocast(grad.device.type, enabled=False):
+        packed = F.linear(pixels, weight, bias).unflatten(-1, (-1, *out.shape[3:]))
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     q, k, v = _unpack(packed)
     into = _unpack(dpacked)
@@ -550,24 +590,40 @@ def _packed_backward_op(
     return [dpacked, *tables]
 
 
-@_packed_backward_op.register_fake
-def _(grad: Tensor, packed: Tensor, rel_row: Tensor | None, rel_col: Tensor | None, *_: Any) -> list[Tensor]:
-    return [packed.new_empty(packed.shape), *(t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None)]
+@_projected_backward_op.register_fake
+def _(
+    grad: Tensor,
+    pixels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rel_row: Tensor | None,
+    rel_col: Tensor | None,
+    key_mask: Tensor | None,
+    out: Tensor,
+    *_: Any,
+) -> list[Tensor]:
+    parts = weight.shape[0] // (out.shape[3] * out.shape[4])
+    packed = pixels.new_empty((*out.shape[:3], parts, *out.shape[3:]))
+    return [packed, *(t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None)]
 
 
-def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    packed, rel_row, rel_col, key_mask, *ctx.options = inputs
-    ctx.save_for_backward(packed, rel_row, rel_col, key_mask, *output)
+def _projected_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, pixels, weight, bias, rel_row, rel_col, key_mask, *ctx.options = inputs
+    ctx.save_for_backward(pixels, weight, bias, rel_row, rel_col, key_mask, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _packed_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    packed, rel_row, rel_col, key_mask, out, lse = ctx.saved_tensors
-    found = iter(_packed_backward_op(grad, packed, rel_row, rel_col, key_mask, out, lse, *ctx.options))
-    dpacked = next(found)
+def _projected_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    pixels, weight, bias, rel_row, rel_col, key_mask, out, lse = ctx.saved_tensors
+    found = iter(_projected_backward_op(grad, pixels, weight, bias, rel_row, rel_col, key_mask, out, lse, *ctx.options))
+    rows = next(found).flatten(3).flatten(0, 2)
     drow, dcol = (None if t is None else next(found) for t in (rel_row, rel_col))
-    return dpacked, drow, dcol, None, None, None, None, None
+    _, wants_pixels, wants_weight, *_ = ctx.needs_input_grad
+    dpixels = (rows @ weight).view(pixels.shape) if wants_pixels else None
+    dweight = rows.t() @ pixels.reshape(-1, pixels.shape[-1]) if wants_weight else None
+    dbias = None if bias is None else rows.sum(0)
+    return None, dpixels, dweight, dbias, drow, dcol, None, None, None, None, None
 
 
-_packed_forward_op.register_autograd(_packed_backward, setup_context=_packed_setup)
+_projected_forward_op.register_autograd(_projected_backward, setup_context=_projected_setup)
