@@ -178,6 +178,7 @@ def create_detr(
         "auxiliary_loss": True,
     }
     network: Any = DetrForObjectDetection(DetrConfig(**options))
+    _initialise(network)
     if pretrained or backbone_weights is not None:
         source = timm.create_model(backbone, pretrained=pretrained)
         if backbone_weights is not None:
@@ -185,3 +186,16 @@ def create_detr(
         target, weights = network.model.backbone.model.model, source.state_dict()
         target.load_state_dict({name: weights[name] for name in target.state_dict()})
     return Detr(network, score_thresh=score_thresh)
+
+
+@torch.no_grad()
+def _initialise(network: Any) -> None:
+    """The start of DETR's own code: Xavier in the transformer, queries from N(0, 1). transformers draws all of them with a
+    deviation of 0.02, from which narrow ones hardly learn and queries stay alike."""
+    for part in (network.model.encoder, network.model.decoder):
+        for weight in part.parameters():
+            if weight.dim() > 1:
+                nn.init.xavier_uniform_(weight)
+    nn.init.normal_(network.model.query_position_embeddings.weight)
+    for part in (network.model.input_projection, network.class_labels_classifier, *network.bbox_predictor.layers):
+        part.reset_parameters()
