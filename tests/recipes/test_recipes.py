@@ -27,6 +27,8 @@ WANTED = {
     *(f"imagenet/{m}_resnet{d}" for m in ("aa", "expatt") for d in (34, 50, 101, 152)),
     "imagenet/plain90",
     *(f"tiny_imagenet/{n}mobilenetv2" for n in ("", "aa_", "expatt_")),
+    *(f"coco/sasa_retinanet50{n}" for n in ("", "_convstem", "_convheads", "_convstem_convheads")),
+    *("coco/retinanet50", "coco/detr_qna_vit_tiny", "bccd/sasa_retinanet"),
 }
 
 

@@ -187,6 +187,8 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
     from timm.models import _hub
 
     network = load_network(path, average=average)
+    if hasattr(network.model, "save_pretrained"):
+        return _push_transformers(network, target)
     if network.task != "classify":
         raise UserError(
             f"push: {path} is a checkpoint of task {network.task!r}, and timm's hub format holds classifiers; "
@@ -218,6 +220,18 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
         _hub.save_for_hf(model, folder, **shared)
         return folder
     return str(_hub.push_to_hf_hub(model, target, **shared))
+
+
+def _push_transformers(network: Network, target: str) -> str:
+    """A network made of a transformers model, in that library's own format."""
+    model: Any = network.model
+    model.network.config.id2label = dict(enumerate(network.card["classes"]))
+    model.network.config.label2id = {name: label for label, name in enumerate(network.card["classes"])}
+    if target.startswith(LOCAL):
+        folder = target.removeprefix(LOCAL)
+        model.save_pretrained(folder)
+        return folder
+    return str(model.network.push_to_hub(target))
 
 
 def confidence(metrics: dict[str, Any]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ MOMENTS = {"sgd": 1, "momentum": 1, "lion": 1, "adamw": 2, "adam": 2, "lamb": 2}
 
 def preview(config: Any, world: int = 1) -> dict[str, Any]:
     """The facts of a run, from its config and its data (or the sizes the recipe states, when the data is not here)."""
-    images, classes, model, inputs, notes = task_class(config.task).facts(config)
+    images, classes, model, forward, notes = task_class(config.task).facts(config)
     size, accumulate = config.data.batch_size, config.train.accumulate
     steps = count_batches(images, size, Where(torch.device("cpu"), 0, world), training=True) // accumulate
     batch = size * world * accumulate
@@ -35,28 +36,28 @@ def preview(config: Any, world: int = 1) -> dict[str, Any]:
         "lr": scaled_lr(config.optimizer, batch),
         "lr_curve": learning_rates(config, batch, steps),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "memory_bytes": memory_estimate(model, inputs, config, size),
+        "memory_bytes": memory_estimate(model, forward, config, size),
         "notes": notes,
     }
 
 
 def memory_estimate(
-    model: nn.Module, inputs: tuple[Any, ...] | None, config: RunConfig, batch: int
+    model: nn.Module, forward: Callable[[], Any] | None, config: RunConfig, batch: int
 ) -> dict[str, int | None]:
     """Bytes of weights, gradients, moments and averages, and of the activations a backward pass keeps for one micro-batch.
 
-    `inputs` are those of two images.
+    `forward` runs the model on two images, on the meta device.
     """
     weights = sum(p.numel() * 4 for p in model.parameters())
     copies = 2 + MOMENTS.get(config.optimizer.name, 2) + (config.ema.decay is not None)
-    two = None if inputs is None else activation_bytes(model, inputs)
+    two = None if forward is None else activation_bytes(model, forward)
     half = 0.5 if config.train.precision != "fp32" else 1.0
     kept = None if two is None else round(two / 2 * batch * half)
     return {"weights_and_moments": weights * copies, "activations": kept}
 
 
-def activation_bytes(model: nn.Module, inputs: tuple[Any, ...]) -> int | None:
-    """Bytes saved for the backward pass of meta tensors, counted without running it; None where a model cannot run on them."""
+def activation_bytes(model: nn.Module, forward: Callable[[], Any]) -> int | None:
+    """Bytes saved for the backward pass, counted on the meta device; None for a model that cannot run there."""
     seen: dict[int, int] = {}
     parameters = {id(p) for p in model.parameters()}
     held = []
@@ -69,7 +70,7 @@ def activation_bytes(model: nn.Module, inputs: tuple[Any, ...]) -> int | None:
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.train()(*inputs)
+            forward()
     except (RuntimeError, NotImplementedError):
         return None
     return sum(seen.values())

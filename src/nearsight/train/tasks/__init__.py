@@ -21,19 +21,20 @@ Note = Callable[[str], None]
 TASKS: Mapping[str, str] = {
     "classify": "nearsight.train.tasks.classify",
     "detect": "nearsight.train.tasks.detect",
+    "reconstruct": "nearsight.train.tasks.reconstruct",
 }
 
 
 class Facts(NamedTuple):
     """What `--dry-run` asks of a task: its training images, its classes (None: it has none), its network on the meta device.
 
-    `inputs` is what the network takes for two images, for an estimate of its memory; None where that cannot run on meta.
+    `forward` runs the network on two images there, for an estimate of its memory; None where it cannot.
     """
 
     images: int
     classes: int | None
     model: nn.Module
-    inputs: tuple[Any, ...] | None
+    forward: Callable[[], Any] | None
     notes: list[str]
 
 

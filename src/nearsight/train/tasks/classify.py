@@ -127,8 +127,8 @@ class Classify:
         with torch.device("meta"):
             settings = config.model.model_copy(update={"pretrained": False})
             model = create_network(settings, num_classes=classes, in_chans=data.channels)
-            inputs = (torch.zeros(2, data.channels, data.image_size, data.image_size),)
-        return Facts(images, classes, model, inputs, notes)
+            pixels = torch.zeros(2, data.channels, data.image_size, data.image_size)
+        return Facts(images, classes, model, lambda: model.train()(pixels), notes)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:

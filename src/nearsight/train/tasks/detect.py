@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +62,18 @@ def on_file(found: dict[str, Tensor], image: Tensor, size: Tensor) -> dict[str, 
     return {**{key: value.cpu() for key, value in found.items()}, "boxes": found["boxes"].float().cpu() * factors}
 
 
+def _forward(model: Any, data: DetectionDataConfig) -> Callable[[], Any] | None:
+    """Two of the largest images through a network on the meta device, up to its heads; None for one that hides them."""
+    if not hasattr(model, "dense"):
+        return None
+    rows = columns = data.augment.crop or data.long_side
+    if data.augment.crop is None and data.short_side is not None:
+        rows = data.short_side
+    step = model.strides[-1]
+    pixels = torch.zeros(2, 3, -(-rows // step) * step, -(-columns // step) * step, device="meta")
+    return lambda: model.dense(pixels)
+
+
 class Detect:
     """The detection task of a config."""
 
@@ -84,15 +98,15 @@ class Detect:
             source = open_detection(data, notes.append, seed=config.train.seed)
             images, classes = len(source.train), len(source.classes)
         except UserError as error:
-            if data.train_images is None or data.num_classes is None:
+            if data.train_images is None or data.num_classes is None or Path(data.source.partition(":")[2]).is_dir():
                 raise
             notes.append(f"data not opened, sizes taken from the recipe: {error}")
             images, classes = round(data.train_images * (1 - data.holdout)), data.num_classes
         with torch.device("meta"):
             fresh = {key: value for key, value in config.model.options.items() if key not in STARTING_POINTS}
             settings = config.model.model_copy(update={"pretrained": False, "options": fresh})
-            model = build_detector(settings, classes)
-        return Facts(images, classes, model, None, notes)
+            model: Any = build_detector(settings, classes).train()
+        return Facts(images, classes, model, _forward(model, data), notes)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:
