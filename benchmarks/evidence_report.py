@@ -1,0 +1,269 @@
+"""Write docs/results.md and its figures from the files that evidence.py left, and from nothing else.
+
+python benchmarks/evidence_report.py            # docs/results.md, docs/images/results-*.png
+python benchmarks/evidence_report.py --check    # 1 when the page is not what the files say
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence_rows import HERE, RESULTS, Claim, Row, Table, read_result, read_tables, result_file
+
+PAGE = HERE.parent / "docs" / "results.md"
+IMAGES = "images"
+
+HEAD = """# Results on real images
+
+What the papers claim, tried with our own recipes on CIFAR-10. This page is written by `python
+benchmarks/evidence_report.py` from the JSON lines in [`benchmarks/results/evidence`](../benchmarks/results/evidence):
+every number is a run of the command beside it; a row without one has not been run yet.
+
+Accuracy is top-1 in percent on the 10,000 test images, looked at once, at the end of a run (where a table says so: on
+images held out of the training set). With several seeds: mean ± standard deviation; else one seed. Multiply-adds are
+of one image (matrix products and convolutions). Images/s and memory are of training, alone on the GPU; seconds are a
+run's whole time, compilation included, with as many runs at once as its file says. CIFAR-10 is the copy the numbers
+were measured on: WebP at quality 84 (33.9 dB), which costs some accuracy against the original pixels.
+
+**Verdicts.** Ours agree with an order when each step of it is larger than twice its standard error (from the spread
+of seeds, that of the table where a row has one seed, chance over the evaluated images where nothing has been
+repeated), disagree when one step is as much the other way, and are too close to call in between.
+"""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy of a row in percent: its mean, how many runs, their spread (None: one run) and how many images."""
+
+    mean: float
+    runs: int
+    spread: float | None
+    images: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.spread is None else f" ± {self.spread:.2f} ({self.runs} seeds)")
+
+
+def results_of(row: Row, out: Path) -> list[dict[str, Any]]:
+    found = [read_result(result_file(out, row, seed)) for seed in row.seeds]
+    return [result for result in found if result is not None]
+
+
+def score_of(results: Sequence[dict[str, Any]]) -> Score | None:
+    """
+    >>> score_of([{"ok": True, "accuracy": 0.94, "images": 100}, {"ok": True, "accuracy": 0.96, "images": 100}]).mean
+    95.0
+    """
+    good = [100 * result["accuracy"] for result in results if result["ok"]]
+    if not good:
+        return None
+    spread = statistics.stdev(good) if len(good) > 1 else None
+    images = next(result["images"] for result in results if result["ok"])
+    return Score(statistics.mean(good), len(good), spread, images)
+
+
+def pooled(scores: Sequence[Score | None]) -> float | None:
+    """The spread of a run in a table, from its rows with several seeds."""
+    repeated = [score for score in scores if score is not None and score.spread is not None]
+    if not repeated:
+        return None
+    free = sum(score.runs - 1 for score in repeated)
+    return math.sqrt(sum((score.runs - 1) * (score.spread or 0.0) ** 2 for score in repeated) / free)
+
+
+def error_of(score: Score, spread: float | None) -> float:
+    """The standard error of a row's mean in points."""
+    if spread is None:
+        share = min(max(score.mean / 100, 1e-6), 1 - 1e-6)
+        return 100 * math.sqrt(share * (1 - share) / score.images / score.runs)
+    return spread / math.sqrt(score.runs)
+
+
+def verdict(claim: Claim, scores: dict[str, Score | None]) -> tuple[str, str]:
+    """(ours, verdict) of a claim about an order of rows."""
+    spread = pooled(list(scores.values()))
+    listed = [scores[name] for name in claim.order]
+    shown = " → ".join("–" if score is None else f"{score.mean:.2f}" for score in listed)
+    known = [score for score in listed if score is not None]
+    if len(known) < len(listed):
+        return shown, "not run yet"
+    steps = []
+    for low, high in itertools.pairwise(known):
+        doubt = 2 * math.hypot(error_of(low, spread), error_of(high, spread))
+        gain = high.mean - low.mean + claim.slack
+        steps.append(0 if abs(gain) <= doubt else math.copysign(1, gain))
+    if min(steps) < 0:
+        return shown, "**does not agree**"
+    return shown, "agrees" if min(steps) > 0 else "too close to call"
+
+
+def cells(row: Row, out: Path, score: Score | None) -> list[str]:
+    results = [result for result in results_of(row, out) if result["ok"]]
+    speed = read_result(out / "speed" / f"{row.table}-{row.name}.jsonl")
+    known = results[0] if results else speed or {}
+    fast = speed if speed is not None and speed["ok"] else None
+    memory = fast["peak_memory_bytes"] if fast else None
+
+    def number(key: str, scale: float, digits: int) -> str:
+        return f"{known[key] / scale:.{digits}f}" if known.get(key) is not None else "–"
+
+    return [
+        row.says,
+        "not run yet" if score is None else str(score),
+        number("parameters", 1e6, 2),
+        number("macs", 1e9, 3),
+        f"{fast['images_per_s']:,.0f}" if fast else "–",
+        f"{memory / 2**30:.1f}" if memory else "–",
+        f"{statistics.mean(result['seconds'] for result in results):.0f}" if results else "–",
+        row.published or "",
+    ]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows])
+
+
+def section(table: Table, out: Path) -> str:
+    scores = {name: score_of(results_of(row, out)) for name, row in table.rows.items()}
+    head = ["", "accuracy", "params, M", "mult-adds, G", "images/s", "GiB", "s", "published"]
+    parts = [f"## {table.title}\n\n{table.about.strip()}\n"]
+    parts.append(markdown(head, [cells(row, out, scores[name]) for name, row in table.rows.items()]) + "\n")
+    if table.claims:
+        rows = [[claim.says, claim.published, *verdict(claim, scores)] for claim in table.claims]
+        parts.append(markdown(["claim", "published", "ours", "verdict"], rows) + "\n")
+    parts.append(runs(table, out))
+    return "\n".join(parts)
+
+
+def runs(table: Table, out: Path) -> str:
+    """Every run's command and where it ran, folded away; and what went wrong, not folded away."""
+    lines, wrong = [], []
+    for row in table.rows.values():
+        for result in results_of(row, out):
+            where = f"{result['machine']}, torch {result['torch']}, commit {result['commit']}, {result['date']}"
+            beside = f", {result['at_once']} runs at once" if result.get("at_once", 1) > 1 else ""
+            changed = "".join(f" {change}" for change in result.get("changed", []))
+            if result["ok"]:
+                said = f"{100 * result['accuracy']:.2f} % in {result['seconds']:.0f} s{beside}"
+                lines.append(f"- `{result['command']}{changed}` → {said} ({where})")
+            else:
+                wrong.append(f"- `{result['command']}{changed}`: {result['reason']} ({where})")
+    text = ""
+    if lines:
+        text += "<details><summary>commands, machines, commits</summary>\n\n" + "\n".join(lines) + "\n\n</details>\n"
+    if wrong:
+        text += "\nRuns that did not end well:\n\n" + "\n".join(wrong) + "\n"
+    return text
+
+
+def radius_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None:
+    """The learned radius of every augmented layer against depth; None where there is no run to draw."""
+    rows = [row for row in tables["expatt"].rows.values() if any("radius" in r for r in results_of(row, out))]
+    shown = [row for row in rows if row.name in ("gaussian", "exp_euclidean", "exp_manhattan")]
+    if not shown:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
+    for row in shown:
+        radii = [r["radius"] for r in results_of(row, out) if "radius" in r]
+        # Stage 4 learns a radius in its first layer only; the names sort in the network's order.
+        depth = range(1, len(radii[0]) + 1)
+        means = [statistics.mean(r[name][0] for r in radii) for name in radii[0]]
+        axes.plot(depth, means, marker="o", markersize=3, label=row.says)
+    axes.axhline(0.75, color="0.7", linewidth=0.8, zorder=0)
+    axes.set(xlabel="augmented layer, from the input on", ylabel="learned radius σ (share of the map's side)")
+    axes.legend(frameon=False)
+    return _save(figure, folder, "results-radius.png")
+
+
+def cost_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None:
+    """Accuracy against parameters, multiply-adds and seconds of training; None where there is no run to draw."""
+    points: dict[str, list[tuple[str, float, list[float | None]]]] = {}
+    for table in tables.values():
+        for row in table.rows.values():
+            results = [r for r in results_of(row, out) if r["ok"] and r["split"] == "test"]
+            score = score_of(results)
+            if score is None:
+                continue
+            speed = read_result(out / "speed" / f"{row.table}-{row.name}.jsonl")
+            rate = speed["images_per_s"] if speed is not None and speed["ok"] else None
+            seconds = results[0]["steps"] * results[0]["batch"] / rate if rate else None
+            costs = [results[0]["parameters"] / 1e6, results[0]["macs"] / 1e9, seconds]
+            points.setdefault(table.name, []).append((row.says, score.mean, costs))
+    if not points:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = ("parameters, M", "multiply-adds, G", "seconds of training, alone on the GPU")
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
+    for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
+        for table_name, rows in points.items():
+            known = [(costs[number], mean, says) for says, mean, costs in rows if costs[number] is not None]
+            axis.scatter([k[0] for k in known], [k[1] for k in known], s=16, label=table_name)
+            for x, y, says in known[:2]:
+                axis.annotate(says, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axis.set_xlabel(name)
+    axes[0].set_ylabel("test accuracy, %")
+    axes[0].legend(frameon=False, fontsize=8)
+    return _save(figure, folder, "results-cost.png")
+
+
+def _save(figure: Any, folder: Path, name: str) -> str:
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / name, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+    return name
+
+
+def page(out: Path, figures: dict[str, str | None]) -> str:
+    """The whole page from the results under `out`."""
+    parts = [HEAD]
+    if figures.get("cost"):
+        parts.append(f"![Accuracy against parameters, multiply-adds and training time]({IMAGES}/{figures['cost']})\n")
+    for name, table in read_tables().items():
+        parts.append(section(table, out))
+        if name == "expatt" and figures.get("radius"):
+            parts.append(f"![Learned radius of every augmented layer against depth]({IMAGES}/{figures['radius']})\n")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="evidence_report", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the results are kept")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the page is not what the files say")
+    options = parser.parse_args(words)
+    folder = options.page.parent / IMAGES
+    if options.check:
+        kept = {name: f"results-{name}.png" for name in ("cost", "radius")}
+        figures: dict[str, str | None] = {k: v if (folder / v).is_file() else None for k, v in kept.items()}
+        return int(not options.page.is_file() or options.page.read_text(encoding="utf-8") != page(options.out, figures))
+    tables = read_tables()
+    figures = {
+        "cost": cost_figure(tables, options.out, folder),
+        "radius": radius_figure(tables, options.out, folder),
+    }
+    options.page.write_text(page(options.out, figures), encoding="utf-8")
+    print(f"wrote {options.page}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

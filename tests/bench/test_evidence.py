@@ -1,0 +1,219 @@
+"""The runner and the page behind docs/results.md: rows that exist, orderly ends, verdicts computed from runs alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearsight import recipes
+from nearsight.train.tasks import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+if not (ROOT / "benchmarks").is_dir():
+    pytest.skip("benchmarks/ is not part of a source distribution", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "benchmarks"))
+evidence, report, rows = (importlib.import_module(name) for name in ("evidence", "evidence_report", "evidence_rows"))
+
+TABLES = rows.read_tables()
+ROWS = [row for table in TABLES.values() for row in table.rows.values()]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_rows_are_valid_runs(row: Any) -> None:
+    """Each row's recipe is shipped and takes its changes; within a table only what the row changes differs."""
+    assert row.recipe in recipes.names()
+    config = load_config(row.recipe, list(row.set))
+    assert config.train.eval_every > config.schedule.epochs, "the test set is looked at once"
+    if row.table in ("sasa", "expatt", "qna"):
+        first: Any = load_config(next(iter(TABLES[row.table].rows.values())).recipe)
+        for section in ("schedule", "optimizer", "loss", "train", "data"):
+            assert getattr(config, section) == getattr(first, section), section
+
+
+def test_claims_name_rows() -> None:
+    for table in TABLES.values():
+        for claim in table.claims:
+            assert set(claim.order) <= set(table.rows)
+            assert len(claim.order) > 1
+
+
+def test_networks_of_the_rows_are_what_they_say() -> None:
+    facts = {key: evidence.facts(TABLES["sasa"].rows[key]) for key in ("conv", "attention", "positions_only")}
+    assert facts["attention"]["parameters"] < 0.75 * facts["conv"]["parameters"]
+    assert facts["positions_only"]["parameters"] < facts["attention"]["parameters"]
+    assert facts["conv"]["split"] == "test"
+    assert evidence.facts(TABLES["gap"].rows["conv"])["split"] == "held out: 10% of train"
+
+
+def put(out: Path, row: str, accuracy: float | None, seed: int = 0, **more: Any) -> None:
+    table, name = row.split("/")
+    result = {"row": row, "seed": seed, "ok": accuracy is not None, "command": TABLES[table].rows[name].command(seed)}
+    result |= {
+        "machine": "A GPU",
+        "torch": "2",
+        "commit": "abc",
+        "date": "2026-01-01",
+        "images": 10000,
+        "split": "test",
+    }
+    result |= {"parameters": 2_000_000, "macs": 3_000_000_000, "seconds": 60.0, "steps": 100, "batch": 512}
+    result |= {"reason": "the loss is not finite at step 7"} if accuracy is None else {"accuracy": accuracy}
+    rows.write_result(out / table / f"{name}-s{seed}.jsonl", {**result, **more})
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [(0.955, "agrees"), (0.9455, "too close to call"), (0.90, "**does not agree**"), (None, "not run yet")],
+)
+def test_verdicts_follow_from_the_runs(tmp_path: Path, attention: float | None, said: str) -> None:
+    for seed, accuracy in enumerate((0.944, 0.945, 0.946)):
+        put(tmp_path, "sasa/conv", accuracy, seed)
+    put(tmp_path, "sasa/attention", attention)
+    table = TABLES["sasa"]
+    scores = {name: report.score_of(report.results_of(row, tmp_path)) for name, row in table.rows.items()}
+    assert report.verdict(table.claims[0], scores)[1] == said
+    text = report.section(table, tmp_path)
+    assert "94.50 ± 0.10 (3 seeds)" in text
+    assert ("Runs that did not end well" in text) == (attention is None)
+    assert f"| {said} |" in text
+
+
+def test_a_step_back_anywhere_breaks_a_chain(tmp_path: Path) -> None:
+    for name, accuracy in (("window3", 0.90), ("window5", 0.93), ("attention", 0.92), ("window9", 0.95)):
+        put(tmp_path, f"sasa/{name}", accuracy)
+    table = TABLES["sasa"]
+    scores = {name: report.score_of(report.results_of(row, tmp_path)) for name, row in table.rows.items()}
+    chain = next(claim for claim in table.claims if len(claim.order) == 4)
+    assert report.verdict(chain, scores) == ("90.00 → 93.00 → 92.00 → 95.00", "**does not agree**")
+
+
+def test_the_page_repeats_itself(tmp_path: Path) -> None:
+    put(tmp_path / "r", "expatt/gaussian", 0.95, radius={"layer1.0.conv2.attention": [0.5], "layer1.1.x": [0.7]})
+    page = tmp_path / "docs" / "results.md"
+    page.parent.mkdir()
+    words = ["--out", str(tmp_path / "r"), "--page", str(page)]
+    assert report.main([*words, "--check"]) == 1
+    assert report.main(words) == 0
+    assert report.main([*words, "--check"]) == 0
+    assert "results-radius.png" in page.read_text()
+    assert (page.parent / "images" / "results-cost.png").is_file()
+    put(tmp_path / "r", "expatt/gaussian", 0.951)
+    assert report.main([*words, "--check"]) == 1
+
+
+def test_the_page_in_the_repository_is_what_its_files_say() -> None:
+    assert report.main(["--check"]) == 0
+
+
+def test_thin_keeps_the_end_and_every_evaluation() -> None:
+    log = [{"kind": "train", "step": i, "time": 1.0} for i in range(100)]
+    log.insert(50, {"kind": "eval", "step": 49, "time": 1.0})
+    kept = rows.thin(log, 10)
+    assert len(kept) == 11
+    assert kept[-1] == {"kind": "train", "step": 99}
+    assert {"kind": "eval", "step": 49} in kept
+
+
+def job(folder: Path, code: str, limit: float = 60) -> Any:
+    return evidence.start(ROWS[0], 0, folder, ["-c", code], limit, 1)
+
+
+def test_jobs_run_together_and_late_ones_are_stopped(tmp_path: Path) -> None:
+    codes = ["print('fine')", "raise SystemExit('it broke')", "import time; time.sleep(60)"]
+    began = time.monotonic()
+    queue = (job(tmp_path / str(i), code, 3 if i == 2 else 60) for i, code in enumerate(codes))
+    ended = {done.folder.name: done for done in evidence.tend(queue, 3, began + 60)}
+    assert time.monotonic() - began < 30
+    assert [ended[str(i)].process.returncode for i in range(2)] == [0, 1]
+    assert ended["2"].stopped
+    assert ended["2"].process.returncode != 0
+    assert evidence.last_line(tmp_path / "1" / "stderr") == "it broke"
+    result, log = evidence.outcome(ended["1"], {}, 3)
+    assert (result["ok"], result["reason"], log) == (False, "it broke", [])
+    assert evidence.outcome(ended["2"], {}, 3)[0]["reason"].startswith("stopped after")
+
+
+def test_after_the_deadline_nothing_starts(tmp_path: Path) -> None:
+    queue = (job(tmp_path / "x", "pass") for _ in range(1))
+    assert list(evidence.tend(queue, 1, time.monotonic() - 1)) == []
+    assert not (tmp_path / "x").exists()
+
+
+def test_done_rows_are_skipped_and_unknown_ones_refused(tmp_path: Path, capsys: Any) -> None:
+    put(tmp_path, "nano/conv", 0.9)
+    options = evidence.parser().parse_args(["train", "nano/conv", "--out", str(tmp_path)])
+    assert options.run(options) == 0
+    assert capsys.readouterr().out == "nano/conv seed 0: done, 90.00 %\n"
+    with pytest.raises(SystemExit, match="no row 'nano/con'"):
+        rows.chosen(["nano/con"])
+
+
+def test_the_archive_holds_everything(tmp_path: Path) -> None:
+    put(tmp_path / "r", "nano/conv", 0.9)
+    evidence.pack(tmp_path / "r", tmp_path / "all.tgz")
+    with tarfile.open(tmp_path / "all.tgz") as tar:
+        assert "evidence/nano/conv-s0.jsonl" in tar.getnames()
+
+
+@pytest.mark.slow
+def test_a_row_from_command_to_shipped_weights(tmp_path: Path, cifar: Path) -> None:
+    """Two steps of a nano network through the whole runner: result, log, float16 weights with their card."""
+    words = [
+        "train",
+        "nano/conv",
+        "--data",
+        str(cifar),
+        "--out",
+        str(tmp_path / "r"),
+        "--pack",
+        str(tmp_path / "a.tgz"),
+    ]
+    changes = ("train.max_steps=2", "data.batch_size=8", "model.compile=false", "train.precision=fp32")
+    for change in (*changes, "data.eval_batch_size=8", "train.device=cpu"):
+        words += ["--set", change]
+    options = evidence.parser().parse_args(words)
+    assert options.run(options) == 0
+    result, *log = [json.loads(line) for line in (tmp_path / "r" / "nano" / "conv-s0.jsonl").read_text().splitlines()]
+    assert result["ok"]
+    assert result["steps"] == 2
+    assert result["images"] == 16
+    assert log[-1]["kind"] == "eval"
+    assert result["shipped"]["accuracy"] == result["accuracy"]
+    card = (tmp_path / "r" / "weights" / "resnet_nano.cifar10" / "README.md").read_text()
+    assert "cifar10/nano_conv" in card
+    assert str(cifar) not in (tmp_path / "r" / "weights" / "resnet_nano.cifar10" / "state.json").read_text()
+
+
+@pytest.fixture
+def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Noise in CIFAR-10's Parquet form."""
+    import io
+
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    monkeypatch.setenv("NEARSIGHT_CACHE", str(tmp_path / "cache"))
+    noise = np.random.default_rng(0)
+    folder = tmp_path / "cifar10"
+    folder.mkdir()
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    features = {"img": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    meta = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    for split, count in (("train", 24), ("test", 16)):
+        images = []
+        for _ in range(count):
+            file = io.BytesIO()
+            Image.fromarray(noise.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(file, "PNG")
+            images.append({"bytes": file.getvalue(), "path": None})
+        table = pa.table({"img": images, "label": [i % 10 for i in range(count)]}).replace_schema_metadata(meta)
+        pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+    return folder
