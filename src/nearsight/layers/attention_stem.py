@@ -13,12 +13,17 @@ from nearsight.layers.common import (
     check_channels,
     check_divisible,
     check_map,
+    to_channels_last,
     to_nchw,
     typed_arguments,
     zero_masked,
 )
+from nearsight.ops.block import torch_impl
+from nearsight.ops.block.call import prepare
+from nearsight.ops.block.functional import block_attention
+from nearsight.ops.block.partition import count_blocks, to_blocks
 from nearsight.ops.checks import check_choice
-from nearsight.ops.dispatch import exporting
+from nearsight.ops.dispatch import full_precision
 from nearsight.ops.windows import window_padding
 
 __all__ = ["AttentionStem2d"]
@@ -112,20 +117,15 @@ class AttentionStem2d(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(LAYER, x, self.in_channels, key_mask)
-        height, width = x.shape[2:]
-        valid = self._valid_keys(x, key_mask)
         x = zero_masked(x, key_mask)
-        blocks = self._to_blocks(x)
-        side = self.kernel_size
-        v = self._values(x, blocks).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        y = self._weights(blocks, valid).to(v.dtype) @ v
-
-        rows, columns = self._blocks(height), self._blocks(width)
-        y = y.reshape(x.shape[0], rows, columns, self.num_heads, side, side, self.head_dim)
-        y = y.permute(0, 1, 4, 2, 5, 3, 6).reshape(x.shape[0], rows * side, columns * side, self.out_channels)
-        if exporting():  # a fresh tensor: strides of a slice would tie the graph to this size
-            return to_nchw(F.pad(y, (0, 0, 0, width - columns * side, 0, height - rows * side)))
-        return to_nchw(y[:, :height, :width])
+        weights = self._weights()
+        if self.values == "conv":
+            before, after = window_padding(self.kernel_size)
+            v = F.conv2d(F.pad(x, (before, after, before, after)), self.v.weight)
+            call = prepare(to_channels_last(x), **weights, w_v=weights["w_q"], key_mask=key_mask)
+            return to_nchw(torch_impl.attend(call, to_blocks(to_channels_last(v), self.kernel_size)))
+        w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
+        return to_nchw(block_attention(to_channels_last(x), **weights, w_v=w_v, key_mask=key_mask))
 
     def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
         """The softmax weights [B, rows of blocks, blocks per row, heads, k·k (from), k·k (to)], for pictures.
@@ -133,28 +133,27 @@ class AttentionStem2d(nn.Module):
         `position=False` leaves the relative term out.
         """
         check_map(LAYER, x, self.in_channels, key_mask)
-        weights = self._weights(self._to_blocks(zero_masked(x, key_mask)), self._valid_keys(x, key_mask), position)
-        return weights.unflatten(0, (x.shape[0], self._blocks(x.shape[2]), self._blocks(x.shape[3])))
+        arguments = self._weights()
+        if not position:
+            arguments.update(rel_row=None, rel_col=None)
+        image = to_channels_last(zero_masked(x, key_mask))
+        weights = torch_impl.weights(prepare(image, **arguments, w_v=arguments["w_q"], key_mask=key_mask))
+        rows, columns = (count_blocks(size, self.kernel_size) for size in x.shape[2:])
+        return weights.unflatten(0, (x.shape[0], rows, columns))
 
-    def _weights(self, blocks: Tensor, valid: Tensor | None, position: bool = True) -> Tensor:
-        """Softmax weights [blocks, heads, places, places]; zero at places that may not be attended."""
-        qk = F.linear(blocks, self.qk.weight.flatten(1)).unflatten(-1, (2, self.num_heads, self.head_dim))
-        q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)  # each [blocks, heads, places, D]
-        logits = q @ k.transpose(-1, -2)
-        if position:
-            logits = logits + self._relative_logits(q)
-        if valid is None:
-            return logits.softmax(-1)
-        invalid = ~valid[:, None, None, :]
-        # A finite floor instead of −∞: a block with nothing to attend to gives 0, not NaN, after the second fill.
-        return logits.masked_fill(invalid, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(invalid, 0.0)
+    def _weights(self) -> dict[str, Any]:
+        """What the op takes besides the image and W_V."""
+        w_q, w_k = self.qk.weight.flatten(1).chunk(2)
+        options = {"heads": self.num_heads, "block": self.kernel_size}
+        return {"w_q": w_q, "w_k": w_k, "rel_row": self.rel_row, "rel_col": self.rel_col, **options}
 
     def mixture(self) -> Tensor | None:
         """p(a, b, m), [k·k, mixtures]: each place's share of every W_V^m; None for values other than "mixture"."""
         if self.emb_row is None or self.emb_col is None or self.nu is None:
             return None
         places = (self.emb_row[:, None] + self.emb_col[None]).flatten(0, 1)
-        return (places @ self.nu.t()).softmax(-1)
+        with full_precision(places):
+            return (places @ self.nu.t()).softmax(-1)
 
     def value_weights(self) -> Tensor:
         """W_V of each place in the block, [k·k, out_channels, in_channels] (not for values="conv")."""
@@ -162,49 +161,8 @@ class AttentionStem2d(nn.Module):
         mixture = self.mixture()
         if mixture is None:
             return weight.expand(self.kernel_size**2, -1, -1)
-        return torch.einsum("pm,moc->poc", mixture, weight.unflatten(0, (self.mixtures, self.out_channels)))
-
-    def _values(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """v as [blocks, places, out_channels]."""
-        if self.values == "conv":
-            before, after = window_padding(self.kernel_size)
-            return self._to_blocks(F.conv2d(F.pad(x, (before, after, before, after)), self.v.weight))
-        if self.values == "plain":
-            return F.linear(blocks, self.v.weight.flatten(1))
-        return torch.einsum("npc,poc->npo", blocks, self.value_weights())
-
-    def _relative_logits(self, q: Tensor) -> Tensor:
-        """q_ij·r_{a−i,b−j} for all pairs of places in a block, [blocks, heads, places, places]."""
-        side, half = self.kernel_size, self.head_dim // 2
-        place = torch.arange(side, device=q.device)
-        offset = place[None, :] - place[:, None] + side - 1
-        q = q.unflatten(2, (side, side))
-        row = torch.einsum("nhijd,iad->nhija", q[..., :half], self.rel_row[offset])
-        column = torch.einsum("nhijd,jbd->nhijb", q[..., half:], self.rel_col[offset])
-        return (row[..., :, None] + column[..., None, :]).flatten(4).flatten(2, 3)
-
-    def _blocks(self, size: int) -> int:
-        return (size + self.kernel_size - 1) // self.kernel_size
-
-    def _to_blocks(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] → [B·blocks, k·k, C], padded below and on the right to whole blocks."""
-        side = self.kernel_size
-        batch, channels, height, width = x.shape
-        rows, columns = self._blocks(height), self._blocks(width)
-        x = F.pad(x, (0, columns * side - width, 0, rows * side - height))
-        x = x.reshape(batch, channels, rows, side, columns, side)
-        return x.permute(0, 2, 4, 3, 5, 1).reshape(-1, side * side, channels)
-
-    def _valid_keys(self, x: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Which places may be attended, [blocks, places], or None when all may."""
-        height, width = x.shape[2:]
-        # An exported graph holds for every size, so it must not ask whether this one divides.
-        whole = not exporting() and height % self.kernel_size == 0 and width % self.kernel_size == 0
-        if key_mask is None and whole:
-            return None
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[0], height, width, dtype=torch.bool, device=x.device)
-        return self._to_blocks(key_mask[:, None].to(x.dtype))[..., 0] > 0
+        with full_precision(weight):
+            return torch.einsum("pm,moc->poc", mixture, weight.unflatten(0, (self.mixtures, self.out_channels)))
 
     def extra_repr(self) -> str:
         return typed_arguments(

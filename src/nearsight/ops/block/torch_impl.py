@@ -1,0 +1,61 @@
+"""Block attention without Triton: a few batched products, also for `torch.export`, valid for every image size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nearsight.ops.block.call import BlockCall
+from nearsight.ops.block.partition import from_blocks, to_blocks, valid_places
+
+__all__ = ["attend", "run", "weights"]
+
+
+def run(call: BlockCall) -> Tensor:
+    call = call.in_one_dtype()
+    blocks = to_blocks(call.x, call.block)
+    if call.w_v.dim() == 2:
+        v = F.linear(blocks, call.w_v)
+    else:
+        v = torch.einsum("npc,poc->npo", blocks, call.w_v)
+    return attend(call, v)
+
+
+def attend(call: BlockCall, v: Tensor) -> Tensor:
+    """[B, H, W, C] from the call's weights and the values v [blocks, places, C]."""
+    v = v.unflatten(-1, (call.heads, -1)).transpose(1, 2)
+    y = (weights(call).to(v.dtype) @ v).transpose(1, 2).flatten(2)
+    batch, height, width, _ = call.x.shape
+    return from_blocks(y, batch, height, width, call.block)
+
+
+def weights(call: BlockCall) -> Tensor:
+    """Softmax weights [blocks, heads, places, places]; zero at places that may not be attended."""
+    call = call.in_one_dtype()
+    blocks = to_blocks(call.x, call.block)
+    qk = F.linear(blocks, torch.cat([call.w_q, call.w_k])).unflatten(-1, (2, call.heads, -1))
+    q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)  # each [blocks, heads, places, D]
+    logits = q @ k.transpose(-1, -2)
+    if call.rel_row is not None or call.rel_col is not None:
+        logits = logits + _relative_logits(call, q)
+    valid = valid_places(call.x, call.key_mask, call.block)
+    if valid is None:
+        return logits.softmax(-1)
+    invalid = ~valid[:, None, None, :]
+    # A finite floor instead of −∞: a block with nothing to attend to gives 0, not NaN, after the second fill.
+    return logits.masked_fill(invalid, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(invalid, 0.0)
+
+
+def _relative_logits(call: BlockCall, q: Tensor) -> Tensor:
+    """q_ij·r_{a−i,b−j} for all pairs of places in a block, broadcastable to [blocks, heads, places, places]."""
+    side, half = call.block, call.head_dim // 2
+    place = torch.arange(side, device=q.device)
+    offset = place[None, :] - place[:, None] + side - 1
+    q = q.unflatten(2, (side, side))
+    logits = q.new_zeros(())
+    if call.rel_row is not None:
+        logits = logits + torch.einsum("nhijd,iad->nhija", q[..., :half], call.rel_row[offset])[..., :, None]
+    if call.rel_col is not None:
+        logits = logits + torch.einsum("nhijd,jbd->nhijb", q[..., half:], call.rel_col[offset])[..., None, :]
+    return logits.expand(*q.shape[:4], side, side).flatten(4).flatten(2, 3)

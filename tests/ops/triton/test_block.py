@@ -1,0 +1,164 @@
+"""Block attention's Triton kernels, interpreted on the CPU: output and every gradient by the error rule, on tiny shapes."""
+
+import pytest
+import torch
+
+from nearsight.ops import backends, block_attention
+from tests.ops.triton.interpreter import interpreted
+from tests.support.accuracy import assert_by_error_rule
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+def make(dtype=FLOAT, size=(4, 8), batch=1, heads=2, dim=8, inputs=3, tables="both", places=True, mask=None):
+    """Inputs of one call; `tables` is both, row, column or none; `mask` the share of pixels that may be attended."""
+    generator = torch.Generator().manual_seed(sum(size) + heads + dim + inputs)
+
+    def draw(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+
+    return {
+        "x": draw(batch, *size, inputs),
+        "w_q": draw(heads * dim, inputs, scale=dim**-0.5),
+        "w_k": draw(heads * dim, inputs),
+        "w_v": draw(*((16,) if places else ()), heads * dim, inputs),
+        "rel_row": draw(7, dim // 2) if tables in ("both", "row") else None,
+        "rel_col": draw(7, dim // 2) if tables in ("both", "column") else None,
+        "key_mask": torch.rand(batch, *size, generator=generator) < mask if mask is not None else None,
+    }
+
+
+def compare(inputs, heads=2):
+    def run(backend):
+        return lambda **tensors: block_attention(**tensors, heads=heads, backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), inputs)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+def test_every_dtype(dtype):
+    compare(make(dtype, size=(5, 8)))
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(5, 11), (1, 3), (9, 4), (4, 7)])
+def test_images_that_fill_no_block(size):
+    compare(make(size=size, batch=2))
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(8, 4), (6, 9)])
+def test_masks(size):
+    compare(make(size=size, mask=0.5, batch=2))
+
+
+@interpreted
+@pytest.mark.parametrize("tables", ["row", "column", "none"])
+def test_tables(tables):
+    compare(make(tables=tables, size=(4, 8)))
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "dim"), [(1, 6), (3, 4), (5, 16), (1, 40)])
+def test_heads_and_head_dims(heads, dim):
+    """Heads that fill no program, head dims that fill no product."""
+    compare(make(heads=heads, dim=dim, size=(4, 5)), heads)
+
+
+@interpreted
+@pytest.mark.parametrize("inputs", [1, 2, 4, 5, 8])
+def test_input_channels(inputs):
+    compare(make(inputs=inputs, size=(5, 8)))
+
+
+@interpreted
+def test_one_value_matrix_for_all_places():
+    compare(make(places=False, size=(4, 8)))
+
+
+@interpreted
+def test_more_lines_than_programs():
+    compare(make(size=(22, 4), batch=2, heads=1), 1)
+
+
+@interpreted
+def test_blocks_without_any_key():
+    inputs = make(size=(5, 8), mask=0.5)
+    inputs["key_mask"][:, :4, 4:] = False
+    compare(inputs)
+    inputs["key_mask"][:] = False
+    leaves = {n: t.requires_grad_() for n, t in inputs.items() if n != "key_mask"}
+    out = block_attention(**leaves, key_mask=inputs["key_mask"], heads=2, backend="triton")
+    assert (out == 0).all()
+    for gradient in torch.autograd.grad(out.sum(), list(leaves.values())):
+        assert (gradient == 0).all()
+
+
+@interpreted
+def test_large_logits():
+    inputs = make(size=(4, 8))
+    inputs["w_q"] *= 20
+    compare(inputs)
+
+
+@interpreted
+def test_strided_images():
+    """A view of an NCHW image, every other column of a wider one."""
+    inputs = make(size=(6, 8))
+    wide = torch.randn(1, 3, 6, 16, generator=torch.Generator().manual_seed(0))
+    view = wide.permute(0, 2, 3, 1)[:, :, ::2]
+    out = block_attention(**{**inputs, "x": view}, heads=2, backend="triton")
+    assert torch.equal(out, block_attention(**{**inputs, "x": view.contiguous()}, heads=2, backend="triton"))
+    torch.testing.assert_close(out, block_attention(**{**inputs, "x": view}, heads=2, backend="reference"))
+
+
+@interpreted
+def test_empty_batch():
+    compare(make(batch=0))
+
+
+@interpreted
+def test_twice_gives_the_same_bits():
+    inputs = make(size=(5, 9), heads=3)
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+
+    def gradients():
+        out = block_attention(**inputs, heads=3, backend="triton")
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+@interpreted
+def test_weights_alone_learn_the_same():
+    """Without a gradient of x the kernel leaves that part out; the others' do not change."""
+    inputs = make(size=(5, 8))
+    weights = [inputs[n].requires_grad_() for n in ("w_q", "w_k", "w_v", "rel_row", "rel_col")]
+    alone = torch.autograd.grad(block_attention(**inputs, heads=2, backend="triton").square().sum(), weights)
+    inputs["x"].requires_grad_()
+    beside = torch.autograd.grad(block_attention(**inputs, heads=2, backend="triton").square().sum(), weights)
+    for one, other in zip(alone, beside, strict=True):
+        assert torch.equal(one, other)
+
+
+@interpreted
+def test_what_it_refuses():
+    def reason(**change):
+        inputs = {**make(size=(4, 4)), **change}
+        options = {"heads": inputs.pop("heads", 2), "block": inputs.pop("block", 4)}
+        return {r.name: r.reason for r in backends("block_attention", **inputs, **options)}["triton"]
+
+    assert reason() is None
+    double = {n: None if t is None else t.double() for n, t in make(size=(4, 4)).items()}
+    assert reason(**double) == "needs float32, bfloat16 or float16, got float64"
+    assert reason(**make(inputs=9, size=(4, 4))) == "needs 1 to 8 input channels, got 9"
+    assert reason(**make(heads=1, dim=66, size=(4, 4)), heads=1) == "needs a head dim of at most 64, got 66"
+    tables = {"rel_row": None, "rel_col": None, "w_v": make(places=False)["w_v"]}
+    assert reason(**tables, block=2) == "needs blocks of 4×4 pixels, got block=2"
+
+
+def test_without_a_gpu_it_says_so():
+    reasons = {r.name: r.reason for r in backends("block_attention", **make(), heads=2)}
+    assert reasons["triton"] == "needs CUDA tensors, got cpu"
