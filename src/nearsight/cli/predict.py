@@ -15,6 +15,7 @@ from nearsight.errors import UserError
 app = new_app()
 
 EXAMPLES = examples(
+    "nearsight predict photo.jpg  # with the network that comes with nearsight: ten classes of CIFAR-10",
     "nearsight predict runs/demo/qna_vit_nano digit.png",
     "nearsight predict runs/flowers *.jpg --top 3 --json  # for a program",
     "nearsight predict runs/bccd-sasa_retinanet *.jpg -o found  # a detector: boxes, labels and scores drawn into copies",
@@ -25,7 +26,12 @@ EXAMPLES = examples(
 
 @app.command(epilog=EXAMPLES)
 def predict(
-    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder or one of its checkpoints.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[CHECKPOINT]", help="A run's folder, one of its checkpoints, or the name of a network that ships."
+        ),
+    ],
     images: Annotated[
         list[Path] | None, typer.Argument(metavar="IMAGE...", help="Image files.", show_default=False)
     ] = None,
@@ -46,6 +52,7 @@ def predict(
     """
     from nearsight.train.inference import load_network
 
+    path, images = _or_default(path, images or [])
     network = load_network(path)
     if network.task == "reconstruct":
         rows = _rebuild([network, *map(load_network, beside or [])], images or [], out)
@@ -106,6 +113,16 @@ def _detect(network: Any, images: list[Path], threshold: float, out: Path | None
             row["picture"] = str(out / f"{name}.png")
         rows.append(row)
     return rows
+
+
+def _or_default(path: Path, images: list[Path]) -> tuple[Path, list[Path]]:
+    """The network that ships, where the first word is an image already."""
+    from nearsight.train.checkpoints import PICKLED
+    from nearsight.weights import DEFAULT
+
+    if path.is_file() and path.suffix not in PICKLED:
+        return Path(DEFAULT), [path, *images]
+    return path, images
 
 
 def _rebuild(networks: list[Any], images: list[Path], out: Path | None) -> list[dict[str, Any]]:
