@@ -61,6 +61,17 @@ def test_maps_of_many_tiles(dtype, mask):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("mask", [None, 0.7])
+def test_wide_and_narrow_heads_of_one_call(dtype, offset, mask):
+    """Each head goes its own way: by nodes where the Gaussian is smooth, by axis products where it is not."""
+    inputs = make(dtype, size=(20, 34), batch=1, channels=6, mask=mask)
+    inputs["radius"] = torch.tensor([0.05, 0.31, 0.9])
+    compare(inputs, offset=offset)
+
+
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 def test_maps_beyond_one_tile(dtype):

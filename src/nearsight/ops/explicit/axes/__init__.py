@@ -1,0 +1,280 @@
+"""Launches of the axis products: any separable kind, any radius, maps of any size."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.dispatch import full_precision
+from nearsight.ops.explicit.problem import Problem
+from nearsight.ops.explicit.reference import smallest_normaliser
+from nearsight.ops.triton_support import next_power_of_two
+
+__all__ = ["Tile", "backward", "forward", "product_dtype", "share_count", "tile"]
+
+# Programs that keep a large GPU busy; with more tiles each takes several.
+WANTED_PROGRAMS = 1024
+TABLE_ROWS = 16
+# Partial sums a program adds up at a time.
+SUMMED = 16
+
+
+class Tile(NamedTuple):
+    """What a program of an axis product takes: its rows and depth, pixels of the other axis, channels; and how it runs."""
+
+    rows: int
+    depth: int
+    others: int
+    channels: int
+    warps: int
+    stages: int
+
+
+def tile(side: int, per_head: int, dtype: torch.dtype) -> Tile:
+    """The tile for axes of up to `side` pixels (a power of two) and heads of `per_head` channels: a fixed table."""
+    narrow = product_dtype(dtype) == torch.bfloat16
+    rows = min(side, 128 if narrow else 64)
+    depth = min(side, 128 if narrow else 32)
+    # Of the tiles tried on an H200 (README, "GPU"): wider ones leave one program per multiprocessor, more warps wait longer.
+    channels = min(max(next_power_of_two(per_head), 8), 64)
+    others = max(1, min(64 // channels, side), 16 // channels)
+    return Tile(rows, depth, others, channels, 4, 2)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the products' operands are rounded to: bfloat16 for bfloat16, else float32 (float16 could not hold the sums)."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Float32 operands of a half type's call: three TF32 products, twice their digits at tensor-core speed."""
+    return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32x3"
+
+
+class _Launch(NamedTuple):
+    """A call's geometry."""
+
+    p: Problem
+
+    @property
+    def side(self) -> int:
+        return next_power_of_two(max(self.p.size))
+
+    @property
+    def tile(self) -> Tile:
+        return tile(self.side, self.p.per_head, self.p.values.dtype)
+
+    def blocks(self, along_x: bool) -> int:
+        """Tiles along the axis that is not multiplied."""
+        return -(-self.p.size[0 if along_x else 1] // self.tile.others)
+
+    def tiles(self, along_x: bool) -> int:
+        """Tiles in all, in one image and head."""
+        t, along = self.tile, self.p.size[1 if along_x else 0]
+        return self.blocks(along_x) * -(-self.p.per_head // t.channels) * -(-along // t.rows)
+
+    def steps(self, along_x: bool) -> int:
+        """Tiles a program takes one after the other, its matrix kept: as many as leave each multiprocessor a few programs."""
+        all_tiles = self.tiles(along_x) * self.p.batch * self.p.heads
+        return max(1, min(self.blocks(along_x), all_tiles // WANTED_PROGRAMS))
+
+    def grid(self, along_x: bool) -> tuple[int, int, int]:
+        t, along = self.tile, self.p.size[1 if along_x else 0]
+        parts = self.p.heads * -(-self.p.per_head // t.channels)
+        groups = -(-self.blocks(along_x) // self.steps(along_x))
+        return self.p.batch * parts * groups, -(-along // t.rows), 1
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        t = self.tile
+        return {
+            "HEADS": self.p.heads,
+            "DH": self.p.per_head,
+            "SIDE": self.side,
+            "OB": t.others,
+            "CB": t.channels,
+            "BM": t.rows,
+            "BK": t.depth,
+            "WHOLE": t.depth >= self.side,
+            "MASKED": self.p.key_mask is not None,
+            "PRECISION": _precision(self.p.values.dtype),
+            "num_warps": t.warps,
+            "num_stages": t.stages,
+        }
+
+
+def share_count(p: Problem) -> int:
+    """Shares of a head's radius' gradient that the backward leaves."""
+    launch = _Launch(p)
+    return p.batch * (launch.tiles(False) + launch.tiles(True))
+
+
+class _Saved(NamedTuple):
+    """What both directions need: V g_x; g and dg/dσ of both axes; their row sums; partial sums of V; what V is centred by."""
+
+    product: Tensor
+    matrices: Tensor
+    sums: Tensor
+    totals: Tensor
+    centres: Tensor
+
+
+def _along_x(launch: _Launch, least: float) -> _Saved:
+    """The matrices, and the first product."""
+    from nearsight.ops.explicit.axes import kernels
+
+    p, side = launch.p, launch.side
+    (height, width), narrow = p.size, product_dtype(p.values.dtype)
+    new = p.values.new_empty
+    matrices = new([p.heads, 4, side, side], dtype=narrow)
+    sums = new([p.heads, 5, side], dtype=torch.float32)
+    kernels.tables[(2 * p.heads * (side // TABLE_ROWS), 1, 1)](
+        p.radius,
+        matrices,
+        sums,
+        height,
+        width,
+        p.offset * height * width,
+        SIDE=side,
+        ROWS=TABLE_ROWS,
+        GAUSSIAN=p.gaussian,
+    )
+    product = new(p.values.shape, dtype=narrow)
+    totals = new([p.batch, launch.blocks(True), p.channels], dtype=torch.float32)
+    centres = new([p.batch, p.channels], dtype=torch.float32)
+    mask, mask_strides = p.mask
+    kernels.forward_x[launch.grid(True)](
+        p.values,
+        mask,
+        p.radius,
+        matrices,
+        sums,
+        product,
+        totals,
+        centres,
+        height,
+        width,
+        launch.steps(True),
+        least,
+        *p.values.stride()[:3],
+        *mask_strides,
+        **launch.constants,
+    )
+    return _Saved(product, matrices, sums, totals, centres)
+
+
+def forward(p: Problem, out: Tensor, least: float) -> None:
+    """Write the output of the heads whose radius is below `least`."""
+    from nearsight.ops.explicit.axes import kernels
+
+    launch = _Launch(p)
+    saved = _along_x(launch, least)
+    (height, width), offset = p.size, p.offset
+    inverse, _ = _masses(p, saved, offset)
+    kernels.forward_y[launch.grid(False)](
+        saved.product,
+        p.radius,
+        saved.matrices,
+        saved.sums,
+        inverse,
+        saved.totals,
+        saved.centres,
+        out,
+        height,
+        width,
+        saved.totals.shape[1],
+        launch.steps(False),
+        least,
+        offset,
+        offset * height * width,
+        SUMMED=SUMMED,
+        **launch.constants,
+    )
+
+
+def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: float, want_radius: bool) -> None:
+    """Write the gradients of the heads whose radius is below `least`; `shares` [heads, B, …] of the radius'.
+
+    V g_x is made again rather than saved: nobody knows before the kernels run whether a head needs it.
+    """
+    from nearsight.ops.explicit.axes import kernels
+
+    launch = _Launch(p)
+    saved = _along_x(launch, least)
+    (height, width), offset = p.size, p.offset
+    inverse, slope = _masses(p, saved, offset)
+    second_totals = p.values.new_empty([p.batch, launch.blocks(False), p.channels], dtype=torch.float32)
+    second = torch.empty_like(saved.product)
+    first_shares = launch.tiles(False)
+    shares_per_image = first_shares + launch.tiles(True)
+    kernels.backward_y[launch.grid(False)](
+        grad,
+        saved.product,
+        p.radius,
+        saved.matrices,
+        saved.sums,
+        inverse,
+        slope,
+        saved.totals,
+        second,
+        second_totals,
+        shares,
+        height,
+        width,
+        saved.totals.shape[1],
+        launch.steps(False),
+        least,
+        p.batch,
+        shares_per_image,
+        offset,
+        offset * height * width,
+        *grad.stride()[:3],
+        SUMMED=SUMMED,
+        WANT_RADIUS=want_radius,
+        **launch.constants,
+    )
+    mask, mask_strides = p.mask
+    kernels.backward_x[launch.grid(True)](
+        p.values,
+        mask,
+        second,
+        p.radius,
+        saved.matrices,
+        second_totals,
+        saved.centres,
+        dvalues,
+        shares,
+        height,
+        width,
+        second_totals.shape[1],
+        launch.steps(True),
+        least,
+        p.batch,
+        shares_per_image,
+        first_shares,
+        offset,
+        *p.values.stride()[:3],
+        *mask_strides,
+        SUMMED=SUMMED,
+        WANT_RADIUS=want_radius,
+        **launch.constants,
+    )
+
+
+def _masses(p: Problem, saved: _Saved, offset: float) -> tuple[Tensor, Tensor]:
+    """1/N and (h − h₀)·N of a masked call, [B, heads, H, W]; without a mask the kernels find them from the row sums."""
+    if p.key_mask is None:
+        return saved.matrices, saved.matrices
+    height, width = p.size
+    with full_precision(p.values):
+        g = saved.matrices.float()
+        rows, rows_slope = g[:, 0, :height, :height], g[:, 1, :height, :height]
+        columns, columns_slope = g[:, 2, :width, :width], g[:, 3, :width, :width]
+        valid = p.key_mask[:, None].float()
+        along_y, count = rows @ valid, offset * valid.sum((2, 3), keepdim=True)
+        mass = along_y @ columns + count
+        slope = rows_slope @ valid @ columns + along_y @ columns_slope - saved.sums[:, 4, :1, None] * count
+        inverse = torch.where(mass > smallest_normaliser(torch.float32), 1 / mass, 0.0)
+    return inverse, slope

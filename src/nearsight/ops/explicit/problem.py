@@ -1,0 +1,61 @@
+"""One call of explicit attention as the Triton launches take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Problem", "make"]
+
+
+class Problem(NamedTuple):
+    """Values [B, H, W, C] whose channels lie next to each other, a contiguous radius [heads], the mask and the options."""
+
+    values: Tensor
+    radius: Tensor
+    key_mask: Tensor | None
+    gaussian: bool
+    offset: float
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.values.shape[1], self.values.shape[2]
+
+    @property
+    def channels(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def heads(self) -> int:
+        return self.radius.shape[0]
+
+    @property
+    def per_head(self) -> int:
+        return self.channels // self.heads
+
+    @property
+    def mask(self) -> tuple[Tensor, tuple[int, ...]]:
+        """The mask and its strides; any tensor stands for an absent one."""
+        if self.key_mask is None:
+            return self.values, (0, 0, 0)
+        return self.key_mask.view(torch.uint8), self.key_mask.stride()
+
+    @property
+    def parts(self) -> int:
+        """bfloat16 parts a float32 operand is multiplied in: 3 have all its digits, 2 twice those of a half type."""
+        return 3 if self.values.dtype == torch.float32 else 2
+
+
+def make(values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float) -> Problem:
+    return Problem(dense_channels(values), radius.contiguous(), key_mask, gaussian, offset)
+
+
+def dense_channels(tensor: Tensor) -> Tensor:
+    """The tensor, copied only where its last axis is not dense."""
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
