@@ -74,6 +74,14 @@ def test_explicit_attention(kind, per_channel):
     assert work == Work(explicit_map=4 * per_channel)
 
 
+def test_block_attention():
+    w = meta(8, 3)
+    tables = {"rel_row": meta(7, 2), "rel_col": meta(7, 2)}
+    work = measure_work(Run(lambda x: ops.block_attention(meta(1, 5, 11, 3), w, w, w, heads=2, **tables)), (5, 11))
+    pixels = 8 * 12
+    assert work == Work(product=pixels * 8 * (3 * 3 + 2 * 16), position=pixels * 8 * 16, softmax=pixels * 16 * 2)
+
+
 @pytest.mark.parametrize(
     ("values", "projections", "mixture"), [("mixture", 3, 5 * 3 + 6), ("plain", 3, 0), ("conv", 2 + 16, 0)]
 )

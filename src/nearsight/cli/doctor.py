@@ -42,9 +42,15 @@ def _explicit(device: str) -> Arguments:
     return (torch.zeros(1, 14, 14, 24, device=device),), {"kind": "gaussian", "radius": 0.75}
 
 
+def _block(device: str) -> Arguments:
+    w, rel = torch.zeros(64, 3, device=device), torch.zeros(7, 8, device=device)
+    return (torch.zeros(1, 56, 56, 3, device=device), w, w, w), {"heads": 4, "rel_row": rel, "rel_col": rel}
+
+
 # A typical call of each op; whether a backend can run it is the op's own answer.
 TYPICAL: dict[str, Callable[[str], Arguments]] = {
     "local_attention": _local,
+    "block_attention": _block,
     "qna": _qna,
     "explicit_attention": _explicit,
 }

@@ -22,6 +22,7 @@ from nearsight.errors import ArgumentValueError
 from nearsight.layers.attention_stem import AttentionStem2d
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops import dispatch
+from nearsight.ops.block.partition import count_blocks
 from nearsight.ops.checks import check_pair
 
 __all__ = ["CONVENTIONS", "Convention", "Work", "count_flops", "count_parameters", "measure_work"]
@@ -181,6 +182,19 @@ def _local_attention(call: Any) -> tuple[dict[str, int], Tensor]:
     return work, torch.empty_like(call.q)
 
 
+def _block_attention(call: Any) -> tuple[dict[str, int], Tensor]:
+    batch, height, width, inputs = call.x.shape
+    channels, taps = call.w_q.shape[0], call.block**2
+    tables = sum(table is not None for table in (call.rel_row, call.rel_col))
+    pixels = batch * count_blocks(height, call.block) * count_blocks(width, call.block) * taps
+    work = {
+        "product": pixels * channels * (3 * inputs + 2 * taps),
+        "position": pixels * taps * channels * tables // 2,
+        "softmax": pixels * taps * call.heads,
+    }
+    return work, call.x.new_empty(batch, height, width, channels)
+
+
 def _qna(call: Any) -> tuple[dict[str, int], Tensor]:
     batch, height, width, queries, heads = call.scores.shape
     dim = call.values.shape[-1]
@@ -204,6 +218,7 @@ def _explicit_attention(call: Any) -> tuple[dict[str, int], Tensor]:
 
 _OPS: dict[str, Callable[[Any], tuple[dict[str, int], Tensor]]] = {
     "local_attention": _local_attention,
+    "block_attention": _block_attention,
     "qna": _qna,
     "explicit_attention": _explicit_attention,
 }
@@ -212,8 +227,8 @@ _OPS: dict[str, Callable[[Any], tuple[dict[str, int], Tensor]]] = {
 def _attention_stem(stem: AttentionStem2d, x: Tensor) -> tuple[dict[str, int], Tensor]:
     side, channels = stem.kernel_size, stem.out_channels
     batch, _, height, width = x.shape
-    pixels = batch * -(-height // side) * -(-width // side) * side**2
     taps = side**2
+    pixels = batch * count_blocks(height, side) * count_blocks(width, side) * taps
     projections = (2 + (taps if stem.values == "conv" else 1)) * stem.in_channels * channels
     work = {
         "product": pixels * (projections + 2 * taps * channels),

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from nearsight.ops import backends, block_attention
+from nearsight.ops.block import triton_impl
+from nearsight.ops.block.call import prepare
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
 
@@ -141,6 +143,25 @@ def test_weights_alone_learn_the_same():
     beside = torch.autograd.grad(block_attention(**inputs, heads=2, backend="triton").square().sum(), weights)
     for one, other in zip(alone, beside, strict=True):
         assert torch.equal(one, other)
+
+
+@interpreted
+def test_opcheck():
+    inputs = make(size=(3, 5))
+    call = prepare(**inputs, heads=2)
+    score = triton_impl.score_table(call).detach().requires_grad_()
+    arguments = (inputs["x"], score, inputs["w_v"].requires_grad_(), None)
+    torch.library.opcheck(torch.ops.nearsight.block_attention_triton.default, arguments)
+
+
+@interpreted
+def test_compiles_whole():
+    torch._dynamo.reset()
+    inputs = make(size=(4, 5))
+    compiled = torch.compile(
+        lambda **t: block_attention(**t, heads=2, backend="triton"), backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(compiled(**inputs), block_attention(**inputs, heads=2, backend="triton"))
 
 
 @interpreted

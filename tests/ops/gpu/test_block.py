@@ -1,0 +1,107 @@
+"""Block attention's Triton kernels on a GPU: the error rule at real sizes, determinism, memory, graphs, compilation."""
+
+import pytest
+import torch
+
+from nearsight import AttentionStem2d
+from nearsight.ops import block_attention
+from tests.ops.triton.test_block import BFLOAT, FLOAT, HALF, make
+from tests.support.accuracy import assert_by_error_rule
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(inputs):
+    return {n: None if t is None else t.cuda() for n, t in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ((64, 36), {"heads": 4, "dim": 16, "batch": 5}),
+        ((33, 70), {"heads": 4, "dim": 16, "mask": 0.8}),
+        ((9, 130), {"heads": 3, "dim": 8, "inputs": 1, "tables": "row"}),
+        ((41, 12), {"heads": 2, "dim": 32, "inputs": 4, "places": False}),
+        ((16, 19), {"heads": 1, "dim": 64, "inputs": 8, "tables": "none", "mask": 0.3}),
+        ((1, 2), {"heads": 5, "dim": 6}),
+    ],
+)
+def test_error_rule(dtype, size, options):
+    def run(backend):
+        return lambda **tensors: block_attention(**tensors, heads=options["heads"], backend=backend)
+
+    assert_by_error_rule(run("triton"), run("reference"), on_gpu(make(dtype, size, **options)))
+
+
+def test_twice_gives_the_same_bits():
+    inputs = on_gpu(make(BFLOAT, (56, 61), batch=8, heads=4, dim=16))
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+
+    def gradients():
+        out = block_attention(**inputs, heads=4, backend="triton")
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_is_that_of_the_image_and_the_output():
+    stem = AttentionStem2d(3, 64).cuda()
+    x = torch.randn(16, 3, 112, 112, device="cuda", dtype=BFLOAT).to(memory_format=torch.channels_last)
+    one = 16 * 64 * 112 * 112 * 2
+
+    def step():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", BFLOAT):
+            out = stem(x)
+        grad = torch.ones_like(out)
+        torch.autograd.grad(out, list(stem.parameters()), grad)
+        return torch.cuda.max_memory_allocated() - before
+
+    step()
+    # The output, its gradient, and every program's share of the weights' gradients.
+    assert step() <= 2 * one + 2**26
+
+
+def test_captured_in_a_graph():
+    inputs = on_gpu(make(BFLOAT, (28, 30), batch=2, heads=4, dim=16))
+    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
+
+    def step():
+        out = block_attention(**inputs, heads=4)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = [t.clone() for t in step()]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(captured, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_without_breaks():
+    torch._dynamo.reset()
+    stem = AttentionStem2d(3, 64).cuda()
+    compiled = torch.compile(stem, fullgraph=True, dynamic=True)
+    for size in ((9, 7), (12, 20), (17, 8)):
+        x = torch.randn(2, 3, *size, device="cuda")
+        with torch.autocast("cuda", BFLOAT):
+            torch.testing.assert_close(compiled(x), stem(x), atol=3e-2, rtol=3e-2)
+    torch._dynamo.reset()
+
+
+def test_the_layer_trains_alike_with_and_without_the_kernel():
+    torch.manual_seed(0)
+    stem, up = AttentionStem2d(3, 64).cuda(), torch.randn(2, 64, 13, 22, device="cuda")
+    x = torch.randn(2, 3, 13, 22, device="cuda")
+    got = torch.autograd.grad(stem(x), list(stem.parameters()), up)
+    wide = torch.autograd.grad(stem.cpu().double()(x.cpu().double()), list(stem.parameters()), up.cpu().double())
+    for one, other in zip(got, wide, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, atol=1e-4 * float(other.abs().max()), rtol=1e-4)
