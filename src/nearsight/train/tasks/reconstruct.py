@@ -125,7 +125,7 @@ class Reconstruct:
             torch.tensor(values, device=where.device).view(1, -1, 1, 1) for values in (source.mean, source.std)
         )
         self.left_out = LeftOut(note)
-        self.shown: tuple[Tensor, Tensor] | None = None
+        self.shown: list[tuple[Tensor, Tensor]] = []
 
     @staticmethod
     def facts(config: ReconstructConfig) -> Facts:
@@ -178,7 +178,7 @@ class Reconstruct:
 
         device = self.where.device
         l1, psnr, count = MeanMetric().to(device), MeanMetric().to(device), SumMetric().to(device)
-        was_training, self.shown = model.training, None
+        was_training, self.shown = model.training, []
         model.eval()
         for batch in self.evaluation.epoch(0):
             self.left_out.tell(batch.bad)
@@ -189,15 +189,15 @@ class Reconstruct:
             if len(images):
                 for metric, values in zip((l1, psnr), per_image(rebuilt, images), strict=True):
                     metric.update(values)
-                if self.shown is None:
-                    self.shown = images[:SHOWN].cpu(), rebuilt[:SHOWN].cpu()
+                missing = SHOWN - len(self.shown)
+                self.shown += zip(images[:missing].cpu(), rebuilt[:missing].cpu(), strict=True)
         model.train(was_training)
         return {name: float(m.compute()) for name, m in (("l1", l1), ("psnr", psnr), ("images", count))}
 
     def finish(self, run: Path) -> None:
         """The first held-out images above what the network made of them."""
-        if self.shown is not None:
-            images, rebuilt = self.shown
+        if self.shown:
+            images, rebuilt = (torch.stack(part) for part in zip(*self.shown, strict=True))
             side_by_side([("input", images), ("rebuilt", rebuilt)]).save(run / PICTURE)
 
 
@@ -266,9 +266,12 @@ def _statistics(network: Network) -> tuple[Tensor, Tensor]:
 def _held_out(network: Network) -> Tensor:
     config = validate(ReconstructConfig, network.checkpoint.state["config"], str(network.checkpoint.path))
     task = Reconstruct(config, Where(torch.device("cpu")), lambda text: None, evaluation_only=True)
-    batch = next(iter(task.evaluation.epoch(0)))
-    images = task.pixels(batch.images)
-    return (images if batch.valid is None else images[batch.valid])[:SHOWN]
+    images: list[Tensor] = []
+    for batch in task.evaluation.epoch(0):
+        images += task.pixels(batch.images if batch.valid is None else batch.images[batch.valid])
+        if len(images) >= SHOWN:
+            break
+    return torch.stack(images[:SHOWN])
 
 
 def _names(networks: Sequence[Network]) -> list[str]:
