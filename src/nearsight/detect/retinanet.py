@@ -8,6 +8,7 @@ strided one is averaged 2×2 afterwards, W_V of the heads starts at N(0, 0.01), 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from nearsight.detect.batch import PadOnly, check_images, check_targets, padding
 from nearsight.detect.heads import BoxHead, ClassHead
 from nearsight.detect.pyramid import FeaturePyramid
 from nearsight.detect.spatial import Spatial
+from nearsight.errors import ArgumentTypeError, did_you_mean
 
 __all__ = ["RETINANETS", "PyramidBackbone", "RetinaHeads", "RetinaNet", "create_retinanet"]
 
 NAME = "RetinaNet"
 Targets = Sequence[Mapping[str, Tensor]]
+# torchvision's RetinaNet takes any keyword and says nothing about one it does not know.
+KNOBS = ("score_thresh", "nms_thresh", "detections_per_img", "topk_candidates", "fg_iou_thresh", "bg_iou_thresh")
 
 
 class PyramidBackbone(nn.Module):
@@ -85,6 +89,9 @@ class RetinaNet(torchvision_retinanet.RetinaNet):
         std: Sequence[float],
         **options: Any,
     ) -> None:
+        for key in options:
+            if key not in KNOBS:
+                raise ArgumentTypeError(f"{NAME}: got an unknown option {key!r}.{did_you_mean(key, OPTIONS)}")
         super().__init__(backbone, heads.classes.outputs, anchor_generator=anchors, head=heads, **options)
         self.strides = tuple(strides)
         self.transform = PadOnly(mean, std, multiple=self.strides[-1])
@@ -210,6 +217,7 @@ def create_retinanet(
     )
 
 
+OPTIONS = (*inspect.signature(create_retinanet).parameters, *KNOBS)
 CONV: dict[str, Any] = {"pyramid": "conv", "heads": "conv"}
 CONV_BACKBONE: dict[str, Any] = {"backbone": "sasa_resnet50_convstem", "backbone_options": {"stages": "cccc"}}
 # For CPUs and tests: 4 × 64 channels, four levels of strides 8 to 64.

@@ -107,8 +107,10 @@ def evaluate(
     task: Any = build_task(config, where, notes.append, evaluation_only=True)
     source, wanted = task.config.data.source, network.card.get("classes")
     if wanted is not None and task.classes != wanted:
+        odd = sorted(set(task.classes) ^ set(wanted))[:5]
         raise UserError(
-            f"data.source: {source!r} has {len(task.classes)} classes, the checkpoint {len(wanted)}; wanted the same ones."
+            f"data.source: {source!r} has {len(task.classes)} classes, the checkpoint {len(wanted)}; wanted the same ones"
+            + (f"; they differ in {', '.join(odd)}." if odd else " in the same order.")
         )
     metrics = task.evaluate(network.model.to(where.device))
     return {

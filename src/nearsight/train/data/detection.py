@@ -33,9 +33,9 @@ __all__ = [
     "DetectionBatches",
     "DetectionDataConfig",
     "DetectionSource",
+    "TrainTransform",
     "eval_resize",
     "open_detection",
-    "train_transform",
 ]
 
 KINDS = ("coco:FOLDER", "voc:FOLDER")
@@ -247,34 +247,39 @@ def eval_resize(data: DetectionDataConfig) -> v2.Transform:
     return _ShortestSize(data.short_side or data.long_side, data.long_side)
 
 
-def train_transform(data: DetectionDataConfig) -> Callable[[Tensor, Objects], tuple[Tensor, dict[str, Tensor]]]:
-    """(uint8 [3, H, W], objects) → (augmented uint8 [3, H', W'], {"boxes" [N, 4], "labels" [N]}), without crowds."""
-    wanted = data.augment
-    if wanted.short_sides:
-        resize: v2.Transform = _ShortestSize(wanted.short_sides, data.long_side)
-    elif wanted.scale == (1.0, 1.0):
-        resize = eval_resize(data)
-    else:
-        resize = _ScaleJitter((data.long_side, data.long_side), wanted.scale)
-    steps: list[Any] = [v2.ClampBoundingBoxes(), resize]
-    if wanted.crop is not None:
-        steps.append(_CropAtMost(wanted.crop))
-    steps += [v2.RandomHorizontalFlip(wanted.flip), v2.RandomVerticalFlip(wanted.flip_rows)]
-    if wanted.color_jitter:
-        steps.append(v2.ColorJitter(*[wanted.color_jitter] * 3))
-    # After the crop: what is left of a box may be nothing.
-    steps.append(v2.SanitizeBoundingBoxes(labels_getter=lambda inputs: inputs[1]["labels"]))
-    compose = v2.Compose(steps)
+def _labels(inputs: Any) -> Tensor:
+    labels: Tensor = inputs[1]["labels"]
+    return labels
 
-    def transform(image: Tensor, objects: Objects) -> tuple[Tensor, dict[str, Tensor]]:
+
+class TrainTransform:
+    """(uint8 [3, H, W], objects) → (augmented uint8 [3, H', W'], {"boxes" [N, 4], "labels" [N]}), without crowds."""
+
+    def __init__(self, data: DetectionDataConfig) -> None:
+        wanted = data.augment
+        if wanted.short_sides:
+            resize: v2.Transform = _ShortestSize(wanted.short_sides, data.long_side)
+        elif wanted.scale == (1.0, 1.0):
+            resize = eval_resize(data)
+        else:
+            resize = _ScaleJitter((data.long_side, data.long_side), wanted.scale)
+        steps: list[Any] = [v2.ClampBoundingBoxes(), resize]
+        if wanted.crop is not None:
+            steps.append(_CropAtMost(wanted.crop))
+        steps += [v2.RandomHorizontalFlip(wanted.flip), v2.RandomVerticalFlip(wanted.flip_rows)]
+        if wanted.color_jitter:
+            steps.append(v2.ColorJitter(*[wanted.color_jitter] * 3))
+        # After the crop: what is left of a box may be nothing.
+        steps.append(v2.SanitizeBoundingBoxes(labels_getter=_labels))
+        self.steps = v2.Compose(steps)
+
+    def __call__(self, image: Tensor, objects: Objects) -> tuple[Tensor, dict[str, Tensor]]:
         single = ~objects.crowd
         canvas = (image.shape[-2], image.shape[-1])
         boxes = tv_tensors.BoundingBoxes(objects.boxes[single], format="XYXY", canvas_size=canvas)
         target = {"boxes": boxes, "labels": objects.labels[single]}
-        out, target = compose(tv_tensors.Image(image), target)
+        out, target = self.steps(tv_tensors.Image(image), target)
         return out.as_subclass(Tensor), {key: value.as_subclass(Tensor) for key, value in target.items()}
-
-    return transform
 
 
 # ---- batches ----
@@ -299,7 +304,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
 
     def __init__(self, split: Any, data: DetectionDataConfig, training: bool) -> None:
         self.split, self.training = split, training
-        self.augment = train_transform(data) if training else None
+        self.augment = TrainTransform(data) if training else None
         self.resize = eval_resize(data)
 
     def __getitem__(self, at: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor], bool, list[tuple[str, str]]]:
