@@ -14,7 +14,8 @@ from nearsight.errors import NearsightError, UserError, nearest
 from nearsight.train.config import ModelConfig, RunConfig, Section
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
-from nearsight.train.data.sources import hold_out, open_source
+from nearsight.train.data.images import LeftOut
+from nearsight.train.data.sources import open_source, split_source
 from nearsight.train.tasks import Facts, Note
 
 __all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network"]
@@ -90,15 +91,7 @@ class Classify:
         data = config.data
         source = open_source(data)
         self.source, self.classes = source, source.classes
-        train, evaluation = source.train, source.evaluation
-        if data.holdout:
-            if source.streamed:
-                raise UserError("data.holdout: a streamed source cannot be split; name a split in data.eval_split.")
-            train, evaluation = hold_out(source.train, data.holdout, config.train.seed)
-        elif evaluation is None:
-            raise UserError(
-                f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
-            )
+        train, evaluation = split_source(source, data, config.train.seed)
         shared: dict[str, Any] = {
             "seed": config.train.seed,
             "channels_last": config.model.channels_last,
@@ -109,8 +102,7 @@ class Classify:
         self.evaluation = build_batches(evaluation, source, data, where, training=False, **shared)
         self.model = create_network(config.model, **self.sizes())
         self.mixup = self._mixup()
-        self.bad_files: set[str] = set()
-        self.note = note
+        self.left_out = LeftOut(note)
 
     @staticmethod
     def facts(config: ClassifyConfig) -> Facts:
@@ -171,7 +163,7 @@ class Classify:
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config.loss
-        self._report(batch)
+        self.left_out.tell(batch.bad)
         images, targets = batch.images, batch.targets
         smoothing = config.label_smoothing
         if self.mixup is not None and (config.mix_off_epoch is None or epoch < config.mix_off_epoch):
@@ -186,12 +178,6 @@ class Classify:
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         labels = targets.argmax(1) if targets.dim() == 2 else targets
         return loss, {"accuracy": (logits.detach().argmax(1) == labels).float().mean()}
-
-    def _report(self, batch: Batch) -> None:
-        new = set(batch.bad) - self.bad_files
-        if new:
-            self.bad_files |= new
-            self.note(f"left out {', '.join(sorted(new))}: no image ({len(self.bad_files)} so far)")
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -208,7 +194,7 @@ class Classify:
         was_training = model.training
         model.eval()
         for batch in self.evaluation.epoch(0):
-            self._report(batch)
+            self.left_out.tell(batch.bad)
             logits, targets = model(batch.images).float(), batch.targets
             if batch.valid is not None:
                 logits, targets = logits[batch.valid], targets[batch.valid]

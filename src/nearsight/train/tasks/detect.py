@@ -21,6 +21,7 @@ from nearsight.train.data.detection import (
     DetectionDataConfig,
     open_detection,
 )
+from nearsight.train.data.images import LeftOut
 from nearsight.train.tasks import Facts, Note
 from nearsight.train.tasks.classify import finish_network
 
@@ -89,7 +90,7 @@ class Detect:
             self.train = DetectionBatches(source.train, data, where, seed, training=True)
         self.evaluation = DetectionBatches(source.evaluation, data, where, seed, training=False)
         self.model = build_detector(config.model, len(self.classes))
-        self.bad_files: set[str] = set()
+        self.left_out = LeftOut(note)
 
     @staticmethod
     def facts(config: DetectConfig) -> Facts:
@@ -123,16 +124,10 @@ class Detect:
         }
 
     def loss(self, model: nn.Module, batch: DetectionBatch, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
-        self._report(batch)
+        self.left_out.tell(batch.bad)
         losses: dict[str, Tensor] = model(batch.images, batch.targets)
         total = torch.stack(list(losses.values())).sum()
         return total, {name: value.detach() for name, value in losses.items()}
-
-    def _report(self, batch: DetectionBatch) -> None:
-        new = set(batch.bad) - self.bad_files
-        if new:
-            self.bad_files |= new
-            self.note(f"left out {', '.join(sorted(new))}: no image ({len(self.bad_files)} so far)")
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -140,7 +135,7 @@ class Detect:
         model.eval()
         pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         for batch in self.evaluation.epoch(0):
-            self._report(batch)
+            self.left_out.tell(batch.bad)
             # Images that only fill the batch up are detected in too: every process must call the model as often.
             for image, found, truth, valid in zip(
                 batch.images, model(batch.images), batch.targets, batch.valid, strict=True
