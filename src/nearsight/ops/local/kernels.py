@@ -5,9 +5,10 @@ that M = 16·G; the heads' operands are block-diagonal ([M, G·DP], zero outside
 channels share one matrix product and one coalesced read. The other side is the tile's halo, RN rows of CN pixels, in chunks
 of NR rows padded to NC pixels: NK = NR·NC columns.
 
-Positions, window and image borders never touch a logit: a query's row and column terms (and a large negative number where a
-tap is out of range) form a table [M, 2·HS], which the tensor cores add by a product with one-hot codes of the halo's columns
-and rows. Dilation is a view: each phase of the lattice is an image of its own with longer strides.
+Positions, window and image borders are not compared or fetched per logit: a query has a term for each row and each column of
+the halo, a large negative number where a tap is out of range. The forward adds the two by broadcasting; the backward keeps them
+as one table [M, 2·HS], which the tensor cores add by a product with one-hot codes of the halo's columns and rows, and whose
+gradient the same codes gather. Dilation is a view: each phase of the lattice is an image of its own with longer strides.
 
 Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponential, and the saved log-sum-exp is in those units.
 """
@@ -134,14 +135,6 @@ def _codes(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.const
 
 
 @triton.jit
-def _codes_transposed(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
-    # Built the way a product reads them: a transpose inside the loop would be stored anew for every tile.
-    n = tl.arange(0, NR * NC)[None, :]
-    s = tl.arange(0, 2 * HS)[:, None]
-    return tl.where(s < HS, n % NC == s, n // NC + FIRST == s - HS).to(tl.float32).to(dtype)
-
-
-@triton.jit
 def _table(
     taps,
     qy,
@@ -174,6 +167,58 @@ def _table(
         return tl.where(fits, moved, -LARGE).to(dtype)
     else:
         return tl.where(fits, 0.0, -LARGE).to(dtype)
+
+
+@triton.jit
+def _half_table(
+    ptr,
+    head_stride,
+    h0,
+    heads,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    G: tl.constexpr,
+    HS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """One relative table as an operand [G·DP, HS]; it meets D/2 channels of a head, from FIRST on."""
+    c = tl.arange(0, G * DP)[:, None]
+    s = tl.arange(0, HS)[None, :]
+    h = h0 + c // DP
+    d = c % DP - FIRST
+    use = (s < TAPS) & (d >= 0) & (d < D // 2) & (h < heads)
+    return tl.load(ptr + h * head_stride + s * (D // 2) + d, mask=use, other=0.0).to(dtype)
+
+
+@triton.jit
+def _axis_bias(
+    taps,
+    position,
+    first,
+    size,
+    TAPS: tl.constexpr,
+    N: tl.constexpr,
+    HS: tl.constexpr,
+    CHECK_IMAGE: tl.constexpr,
+    HAS: tl.constexpr,
+    LARGE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Move each query's terms of one axis from taps to N places of the halo, −LARGE where window or image ends.
+
+    Rounded to `dtype` as the backward's table is: its probabilities must sum to 1 with the log-sum-exp saved here.
+    """
+    s = tl.arange(0, N)[None, :]
+    tap = s - position[:, None]
+    fits = (tap >= 0) & (tap < TAPS)
+    if CHECK_IMAGE:
+        fits = fits & _within(first + s, size)
+    if HAS:
+        return tl.where(fits, tl.gather(taps, tap & (HS - 1), 1).to(dtype).to(tl.float32), -LARGE)
+    else:
+        return tl.where(fits, 0.0, -LARGE)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -235,7 +280,6 @@ def forward(
     NK: tl.constexpr = NR * NC
     PY: tl.constexpr = (KH - 1) // 2
     PX: tl.constexpr = (KW - 1) // 2
-    HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -259,18 +303,23 @@ def forward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    if HAS_REL:
-        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
+    if HAS_COL:
+        rel_col = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
+    if HAS_ROW:
+        rel_row = _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype)
     per_split = (tiles + splits - 1) // splits
     for tile in range(split * per_split, tl.minimum(tiles, (split + 1) * per_split)):
         y0 = tile * TY
         y = y0 + qy
         inside = (y < LH) & (x < LW)
         q = tl.load(q_ptr + (y * dil_y * q_y)[:, None] + q_cols, mask=own & inside[:, None], other=0.0)
-        taps = tl.zeros((M, 2 * HS), tl.float32)
-        if HAS_REL:
-            taps = _dot(q, rel, PRECISION)
-        table = _table(taps, qy, qx, y0 - PY, x0 - PX, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+        col_taps = tl.zeros((M, HS), tl.float32)
+        row_taps = tl.zeros((M, HS), tl.float32)
+        if HAS_COL:
+            col_taps = _dot(q, rel_col, PRECISION)
+        if HAS_ROW:
+            row_taps = _dot(q, rel_row, PRECISION)
+        col = _axis_bias(col_taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
@@ -278,11 +327,14 @@ def forward(
             halo_y = y0 - PY + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
-            s = _dot(table, _codes_transposed(chunk * NR, NR, NC, HS, dtype), PRECISION)
+            s = tl.zeros((M, NK), tl.float32)
             if HAS_K:
                 at = (halo_y * dil_y * k_y)[:, None] + k_cols
                 k = _halo(k_ptr, at, load, image, y0 - PY + chunk * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
                 s = _dot_add(q, tl.trans(k), s, PRECISION)
+            down = chunk * NR
+            row = _axis_bias(row_taps, qy - down, y0 - PY + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype)
+            s += tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_MASK:
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
@@ -374,7 +426,6 @@ def backward(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
-    BOXES: tl.constexpr,
     LARGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -407,9 +458,8 @@ def backward(
     halo_x = x0 - PX + n % NC
     halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
-    if not BOXES:
-        k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
-        v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
     q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
@@ -455,16 +505,14 @@ def backward(
             codes = _codes(i * NR, NR, NC, HS, dtype)
             s = _dot(table, tl.trans(codes), PRECISION)
             if HAS_K:
-                at = (halo_y * dil_y * k_y)[:, None] + k_cols
-                k = _halo(k_ptr, at, load, image, y0 - PY + i * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
+                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
                 s = _dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
             p = _exp2(s * scale_log2 - lse[:, None])
-            at = (halo_y * dil_y * v_y)[:, None] + v_cols
-            v = _halo(v_ptr, at, load, image, y0 - PY + i * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
+            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = _dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
             dv_next = dv_next + (_dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)

@@ -86,25 +86,27 @@ class Geometry(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
+    boxes: bool = False
 
 
 class _Choice(NamedTuple):
-    """Heads at once, warps, pipeline stages, pixels of the halo per chunk (forward), registers per thread."""
+    """Heads at once, warps, pipeline stages, registers per thread; forward: halo pixels per chunk, copy engine or pointers."""
 
     g: int
     warps: int
     stages: int
     keys: int = 128
     registers: int | None = None
+    boxes: bool = False
 
 
 # Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
 # 128 was not timed, nor was float32.
 CHOICES = {
-    ("forward", 8): _Choice(2, 2, 3, registers=168),
-    ("forward", 16): _Choice(1, 1, 2, 64, registers=168),
-    ("forward", 32): _Choice(1, 1, 2),
-    ("forward", 64): _Choice(1, 2, 2),
+    ("forward", 8): _Choice(2, 2, 3, boxes=True),
+    ("forward", 16): _Choice(1, 1, 2, registers=168, boxes=True),
+    ("forward", 32): _Choice(1, 1, 2, boxes=True),
+    ("forward", 64): _Choice(1, 2, 2, registers=168, boxes=True),
     ("forward", 128): _Choice(1, 4, 1, 64),
     ("walk", 8): _Choice(2, 2, 3),
     ("walk", 16): _Choice(1, 1, 2),
@@ -128,7 +130,7 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str) -> 
     rows = ty + kh - 1
     # In the walk a chunk is as tall as a tile.
     nr = ty if kernel == "walk" else min(max(choice.keys // nc, 1), next_power_of_two(rows))
-    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), choice.warps, choice.stages, choice.registers)
+    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), choice.warps, choice.stages, choice.registers, choice.boxes)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -219,8 +221,8 @@ def _launch(
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
-    if kernel in ("forward", "walk"):
-        constants["BOXES"] = dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
+    if kernel == "forward":
+        constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
     if shape.registers is not None and q.device.type == "cuda":
         constants["maxnreg"] = shape.registers
     return _Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
@@ -376,9 +378,8 @@ def _walk(
     shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
     dv_share = torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else torch.empty_like(dv_share)
-    key, value = (_source(x, fixed) for x in (t.k, t.v))
     kernels.backward[launch.grid](
-        *(t.q, key, value, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
+        *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
         **use,
         **numbers,
         HS=half,
