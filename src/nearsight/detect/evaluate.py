@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import faster_coco_eval  # noqa: F401  (what torchmetrics computes with: if it is missing, say so before a run, not after it)
 import numpy as np
 from torch import Tensor
+from torchmetrics.detection import MeanAveragePrecision
 
 __all__ = ["mean_average_precision"]
 
@@ -39,8 +41,6 @@ def mean_average_precision(found: Sequence[Record], truth: Sequence[Record]) -> 
     >>> mean_average_precision([sure, nothing], [{"boxes": box, "labels": label}] * 2)["mAP50"]
     0.5049...
     """
-    from torchmetrics.detection import MeanAveragePrecision
-
     metric: Any = MeanAveragePrecision(
         backend="faster_coco_eval",
         # pycocotools' own, in double precision: the default's 0.55 is 0.550000012.
