@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nearsight.cli import demo, main
 
@@ -67,26 +66,3 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     for row in found["networks"]:
         assert row["accuracy"] >= 0.97, row
     assert found["seconds"] < 180
-
-
-def test_maps_are_where_the_ops_put_their_weights() -> None:
-    """A layer's output is linear in its values: its weights times the values of the map give the output at the pixel."""
-    import timm
-
-    from nearsight.layers import LocalAttention2d
-    from nearsight.viz.demo_maps import pixel_maps
-
-    torch.manual_seed(1)
-    layer = LocalAttention2d(4, 6, 5, num_heads=1).eval()
-    x = torch.randn(4, 7, 9)
-    for query in ((3, 4), (0, 8), (6, 0)):
-        (one,) = pixel_maps(layer, x, query)
-        values = layer.project(x[None])[2][0, :, :, 0]
-        wanted = layer(x[None])[0, :, query[0], query[1]]
-        torch.testing.assert_close((one.weights[..., None] * values).sum((0, 1)), wanted, rtol=1e-4, atol=1e-5)
-    model = timm.create_model("qna_vit_nano", in_chans=1).eval()
-    for one in pixel_maps(model, torch.randn(1, 12, 20), (5, 13)):
-        assert float(one.weights.sum()) == pytest.approx(1, abs=1e-5)
-    model = timm.create_model("expatt_resnet_nano", in_chans=1).eval()
-    first = pixel_maps(model, torch.randn(1, 12, 20), (5, 13))[0]
-    assert int(first.weights.argmax()) == 5 * 20 + 13

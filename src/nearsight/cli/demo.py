@@ -202,6 +202,7 @@ def _pictures(out: Path) -> list[tuple[str, bytes]]:
     from nearsight.train.inference import load_network, pixels_of
     from nearsight.train.log import read_log
     from nearsight.viz import demo_maps, demo_report
+    from nearsight.viz.run_figures import draw_curves
 
     networks = {member.model: load_network(out / member.model) for member in MEMBERS[:3]}
     first = next(iter(networks.values()))
@@ -217,10 +218,10 @@ def _pictures(out: Path) -> list[tuple[str, bytes]]:
         maps = demo_maps.draw_maps({name: n.model for name, n in networks.items()}, images, places)
     logs = {member.model: read_log(out / member.model) for member in MEMBERS}
     pictures = {
-        "curves.png": ("Training loss and test accuracy.", demo_report.draw_curves(logs)),
+        "curves.png": ("Training loss and test accuracy.", draw_curves(logs)),
         "attention.png": (
             "What one pixel of each test digit (red) attends to in the first two attention layers of each network, heads "
-            "averaged; cyan marks the pixel on the layer's own, coarser map.",
+            "averaged; orange marks the pixel on the layer's own, coarser map.",
             maps,
         ),
     }

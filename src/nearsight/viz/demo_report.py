@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_curves", "page", "png"]
+__all__ = ["page", "png"]
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;width:100%}th,td{padding:.35rem .7rem;border-bottom:1px solid #ddd;text-align:left}
@@ -19,25 +19,6 @@ td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}img{max-w
 code{background:#f4f4f4;padding:.1rem .3rem}figcaption{color:#555;font-size:.9rem}figure{margin:1.5rem 0}
 @media(prefers-color-scheme:dark){body{background:#16181c;color:#ddd}th,td{border-color:#444}code{background:#2a2d33}
 figcaption{color:#aaa}img{background:#fff}}"""
-
-
-def draw_curves(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Training loss and test accuracy of several runs over their epochs; `logs` are the rows of each run's log.jsonl."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, rows in logs.items():
-        train = [row for row in rows if row["kind"] == "train"]
-        tested = [row for row in rows if row["kind"] == "eval"]
-        left.plot([row["step"] for row in train], [row["loss"] for row in train], label=name)
-        right.plot([row["step"] for row in tested], [100 * row["accuracy"] for row in tested], marker=".", label=name)
-    left.set(xlabel="step", ylabel="training loss")
-    right.set(xlabel="step", ylabel="test accuracy, %")
-    right.legend(fontsize=8)
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
-    return figure
 
 
 def png(figure: Figure) -> bytes:

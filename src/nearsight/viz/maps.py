@@ -18,7 +18,7 @@ from nearsight.layers import ExplicitAttention2d, ExplicitAugmentedConv2d
 from nearsight.ops.checks import check_key_mask, check_pair, shape_text
 from nearsight.viz.extractors import Extractor, Given, extractor_of
 
-__all__ = ["LayerMaps", "attention_layers", "attention_maps", "explicit_map", "layer_maps"]
+__all__ = ["LayerMaps", "attention_layers", "attention_maps", "cell_of", "choose_layers", "explicit_map", "layer_maps"]
 
 OP = "attention_maps"
 Pair = tuple[int, int]
@@ -152,7 +152,7 @@ def attention_maps(
     _check_images(images)
     # Hooks on a compiled network's modules do not run; its own modules are the ones that were given to torch.compile.
     model = getattr(model, "_orig_mod", model)
-    chosen = _chosen(model, layers)
+    chosen = choose_layers(model, layers)
     size = (images.shape[2], images.shape[3])
     wanted = None if pixels is None else [_pixel(pixel, size) for pixel in pixels]
     found: dict[str, LayerMaps] = {}
@@ -349,8 +349,13 @@ def _pixel(pixel: Any, size: Pair) -> Pair:
     return y, x
 
 
-def _chosen(model: nn.Module, layers: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """The attention layers that the patterns name; every pattern must name one."""
+def choose_layers(model: nn.Module, layers: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    """The attention layers that the patterns name, in the model's order; every pattern must name one.
+
+    >>> import timm, nearsight
+    >>> list(choose_layers(timm.create_model("sasa_resnet_nano"), "layer[12].*"))
+    ['layer1.0.conv2', 'layer2.0.conv2']
+    """
     known = attention_layers(model)
     if not known:
         raise ArgumentValueError(

@@ -1,0 +1,140 @@
+"""`nearsight maps`: the files it leaves, what it prints, and what it says to mistakes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import nearsight
+from nearsight.cli import main
+from nearsight.cli.pictures import open_network, open_picture, shown
+
+pytest.importorskip("matplotlib", reason="pictures need the extra viz")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two short runs on digits."""
+    folder = tmp_path_factory.mktemp("runs")
+    for recipe, name in (("digits/qna_nano", "qna"), ("digits/expatt_nano", "expatt")):
+        words = ["train", recipe, "--out", str(folder / name), "--json", "train.device=cpu", "log.every=1"]
+        assert main([*words, "train.max_steps=2", "data.image_size=16", "log.tensorboard=false"]) == 0
+    return folder
+
+
+def document(capsys, *words):
+    capsys.readouterr()
+    assert main(["maps", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def mistake(capsys, *words):
+    capsys.readouterr()
+    assert main(["maps", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_all_figures_of_a_run(runs, tmp_path, capsys):
+    found = document(capsys, str(runs / "qna"), "test:3", "-o", str(tmp_path / "out"), "--layers", "stages.1.blocks.0")
+    layer = "stages.1.blocks.0.mixer"
+    assert [row["figure"] for row in found["figures"]] == ["received", "given", "kernels", "parts"]
+    assert {row["layer"] for row in found["figures"]} == {layer}
+    for row in found["figures"]:
+        assert [Path(file).suffix for file in row["files"]] == [".png", ".svg", ".npz"]
+        assert all(Path(file).stat().st_size > 500 for file in row["files"])
+    opened = open_network(str(runs / "qna"))
+    x = opened.prepare(open_picture(opened, "test:3"))
+    maps = nearsight.attention_maps(opened.model, x[None], layer, [(8, 8)])[layer]
+    numbers = np.load(found["figures"][0]["files"][2])
+    assert np.allclose(numbers["received"], maps.received[0], atol=1e-5)
+    assert np.allclose(np.load(found["figures"][1]["files"][2])["weights"], maps.weights[0, 0], atol=1e-5)
+    assert numbers["image"].shape == (16, 16)
+    assert 0 <= numbers["image"].min() < numbers["image"].max() <= 1
+
+
+def test_chosen_figures_pixels_and_heads(runs, tmp_path, capsys):
+    words = [str(runs / "expatt"), "test:0", "test:1", "-o", str(tmp_path), "--figures", "given,radius"]
+    found = document(capsys, *words, "--pixels", "3,12", "--pixels", "0,0", "--heads", "1-2", "--layers", "layer2")
+    assert [(row["figure"], row["image"], row["pixel"]) for row in found["figures"]] == [
+        ("given", "test0", [3, 12]),
+        ("given", "test0", [0, 0]),
+        ("given", "test1", [3, 12]),
+        ("given", "test1", [0, 0]),
+        ("radius", "", None),
+    ]
+    assert np.load(found["figures"][0]["files"][2])["heads"].tolist() == [1, 2]
+
+
+def test_several_runs(runs, tmp_path, capsys):
+    found = document(capsys, str(runs / "qna"), str(runs / "expatt"), "--compare", "-o", str(tmp_path))
+    assert [row["figure"] for row in found["figures"]] == ["curves", "costs", "radius"]
+    costs = np.load(tmp_path / "accuracy-against-cost.npz")
+    assert costs["runs"].tolist() == ["qna", "expatt"]
+    assert costs["parameters"].min() > 100_000
+    curves = np.load(tmp_path / "curves.npz")
+    assert len(curves["expatt/train/loss"]) == 2
+    assert len(np.load(tmp_path / "radius-against-depth.npz")["expatt/mean"]) == 4
+
+
+def test_an_untrained_network_and_an_image_file(tmp_path, capsys):
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "noise.png")
+    words = ["sasa_resnet_nano", str(tmp_path / "noise.png"), "--layers", "layer1", "-o", str(tmp_path / "out")]
+    found = document(capsys, *words)
+    assert found["notes"] == ["sasa_resnet_nano has untrained weights: the maps show its initialisation."]
+    assert [row["figure"] for row in found["figures"]] == ["received", "given", "parts", "embeddings"]
+    assert found["figures"][0]["image"] == "noise"
+    assert main(["maps", *words, "--figures", "embeddings"]) == 0
+    out = capsys.readouterr().out
+    assert "layer1.0.conv2_embeddings.png" in out
+    assert "untrained" in out
+
+
+def test_the_stem_of_a_large_network(tmp_path, capsys):
+    found = document(
+        capsys, "sasa_resnet26", "--figures", "mixture,embeddings", "--layers", "conv1*", "-o", str(tmp_path)
+    )
+    assert sorted(row["figure"] for row in found["figures"]) == ["embeddings", "mixture"]
+
+
+def test_built_in_pictures_are_undone_for_drawing():
+    opened = open_network("qna_vit_nano")
+    image = open_picture(opened, "flower")
+    x = opened.prepare(image)
+    drawn = shown(opened, x)
+    assert drawn.shape == (*x.shape[1:], 3)
+    mean = torch.tensor(np.asarray(image)).float().mean((0, 1)) / 255
+    assert np.allclose(drawn.mean((0, 1)), mean, atol=0.1)
+
+
+def test_mistakes(runs, tmp_path, capsys):
+    run = str(runs / "qna")
+    assert mistake(capsys, "qna_vit_nanno", "flower") == (
+        "nearsight maps: no run, checkpoint or network 'qna_vit_nanno'. Did you mean 'qna_vit_nano'? Ours: nearsight models."
+    )
+    assert mistake(capsys, "runs/none", "flower") == "nearsight maps: no run or checkpoint 'runs/none'."
+    assert (
+        mistake(capsys, "qna_vit_nano")
+        == "nearsight maps: got no image for qna_vit_nano; give a file, or flower or china."
+    )
+    assert "no image 'flwer'; wanted a file, test:N, or one of flower, china." in mistake(capsys, run, "flwer")
+    assert "test:450: the evaluation split of 'digits' has 450 images, from 0 on." in mistake(capsys, run, "test:450")
+    assert "got the image 'test:x', wanted test:N with N from 0 on." in mistake(capsys, run, "test:x")
+    assert "which was not trained here; give an image file." in mistake(capsys, "qna_vit_nano", "test:0")
+    assert "--pixels: got '8', wanted Y,X as in 8,12" in mistake(capsys, run, "--pixels", "8")
+    assert "got the pixel (8, 99), wanted (y, x) inside 16×16." in mistake(capsys, run, "--pixels", "8,99")
+    assert "--heads: got 'x', wanted numbers from 0 on, as in 0,2-5." in mistake(capsys, run, "--heads", "x")
+    assert "--figures: no figure 'recieved'. Did you mean 'received'?" in mistake(capsys, run, "--figures", "recieved")
+    assert "no attention layer is named 'stages.9'." in mistake(capsys, run, "--layers", "stages.9")
+    assert "has none of the figures asked for" in mistake(capsys, run, "--figures", "mixture")
+    assert mistake(capsys, "nowhere", "--compare") == "nearsight maps: no run 'nowhere'; --compare takes runs' folders."
+    assert "which has no attention layer of nearsight" in mistake(capsys, "resnet10t", "flower")
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no image")
+    assert mistake(capsys, run, str(bad)) == f"nearsight maps: {bad}: not an image."
