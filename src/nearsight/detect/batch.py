@@ -80,6 +80,8 @@ def check_targets(name: str, images: Sequence[Tensor], targets: Any) -> None:
             f"{name}: got no targets in training mode, wanted one dict of boxes and labels per image; "
             f"call .eval() to detect."
         )
+    if len(images) == 0:
+        raise ArgumentValueError(f"{name}: got no images in training mode, wanted at least one.")
     if len(targets) != len(images):
         raise ArgumentValueError(f"{name}: got {len(targets)} targets for {len(images)} images, wanted one for each.")
     for i, target in enumerate(targets):
