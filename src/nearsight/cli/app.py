@@ -30,6 +30,7 @@ VERBS: tuple[str, ...] = (
     "predict",
     "push",
     "maps",
+    "explore",
     "models",
     "tables",
     "bench",
