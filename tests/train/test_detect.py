@@ -175,6 +175,33 @@ def test_detections_are_measured_in_the_files_pixels(coco: Path, sides: Any) -> 
     assert metrics["mAP75"] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_what_is_found_in_a_crowd_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    """One shape of each image is told as a crowd four times its size: found inside, and left out of account."""
+    folder = write_coco(tmp_path, TRAIN, VAL)
+    file = folder / "annotations" / "instances_val.json"
+
+    def measure(crowd: int, area: float) -> dict[str, float]:
+        keys = json.loads(file.read_text())
+        for one in keys["annotations"][::2]:
+            x, y, width, height = coco_box[one["id"]]
+            one.update(bbox=[x - width / 2, y - height / 2, 2 * width, 2 * height], iscrowd=crowd)
+        for one in keys["annotations"][1::2]:
+            one["area"] = area
+        file.write_text(json.dumps(keys))
+        config = small(folder, data={"long_side": 160, "augment": {"scale": [1, 1]}})
+        task: Any = build_task(config, CPU, lambda text: None)
+        metrics: dict[str, float] = task.evaluate(ColourDetector())
+        return metrics
+
+    coco_box = {one["id"]: one["bbox"] for one in json.loads(file.read_text())["annotations"]}
+    assert measure(0, 300)["mAP50"] < 0.8
+    counted = measure(1, 300)
+    assert counted["mAP50"] == pytest.approx(1.0, abs=1e-6)
+    # The file's own areas decide what is small.
+    assert counted["mAP_small"] > 0
+    assert "mAP_small" not in measure(1, 5000)
+
+
 def test_a_split_without_a_single_image_is_refused(coco: Path, tmp_path: Path) -> None:
     folder = write_coco(tmp_path, TRAIN, VAL)
     for file in (folder / "images" / "val").iterdir():

@@ -93,13 +93,15 @@ def test_annotations_beside_the_images(coco: Path) -> None:
 def test_splits_by_name_and_held_out(coco: Path) -> None:
     data = settings(coco, eval_split="train")
     assert len(opened(data)[0].evaluation) == 5
+    uneven = [scene(seed, objects=seed % 3) for seed in range(5)]
+    write_coco(coco, uneven, VAL)
     held, _ = opened(settings(coco, holdout=0.4))
     assert (len(held.train), len(held.evaluation)) == (3, 2)
     seen = sorted(held.train.files + held.evaluation.files)
     assert seen == sorted(opened(data)[0].train.files)
     for split in (held.train, held.evaluation):
         for i in range(len(split)):
-            one = TRAIN[int(Path(split.name(i)).stem)]
+            one = uneven[int(Path(split.name(i)).stem)]
             assert split.read(i)[1].boxes.tolist() == [list(map(float, box)) for box in one.boxes]
     with pytest.raises(UserError, match=r"has no split test \(it has train, val\); wanted annotations/instances_SPLIT"):
         opened(settings(coco, eval_split="test"))

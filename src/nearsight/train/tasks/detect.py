@@ -56,7 +56,11 @@ def build_detector(config: ModelConfig, num_classes: int) -> nn.Module:
 
 
 def on_file(found: dict[str, Tensor], image: Tensor, size: Tensor) -> dict[str, Tensor]:
-    """Detections in pixels of the file of `size` (rows, columns), from those in pixels of the resized `image` [3, H, W]."""
+    """Detections in pixels of the file of `size` (rows, columns), from those in pixels of the resized `image` [3, H, W].
+
+    >>> on_file({"boxes": torch.tensor([[1.0, 2.0, 3.0, 4.0]])}, torch.zeros(3, 10, 20), torch.tensor([30, 40]))
+    {'boxes': tensor([[ 2.,  6.,  6., 12.]])}
+    """
     rows, columns = (float(side) for side in size)
     height, width = image.shape[-2:]
     factors = torch.tensor([columns / width, rows / height] * 2)
