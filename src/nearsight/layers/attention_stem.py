@@ -18,10 +18,11 @@ from nearsight.layers.common import (
     typed_arguments,
     zero_masked,
 )
-from nearsight.ops.block import torch_impl
-from nearsight.ops.block.call import prepare
+from nearsight.ops.block import torch_impl, triton_impl
+from nearsight.ops.block.call import BlockCall, prepare
 from nearsight.ops.block.functional import block_attention
 from nearsight.ops.block.partition import count_blocks, to_blocks
+from nearsight.ops.block.pooled import attend_norm_pool
 from nearsight.ops.checks import check_choice
 from nearsight.ops.dispatch import full_precision
 from nearsight.ops.windows import window_padding
@@ -126,6 +127,42 @@ class AttentionStem2d(nn.Module):
             return to_nchw(torch_impl.attend(call, to_blocks(to_channels_last(v), self.kernel_size)))
         w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
         return to_nchw(block_attention(to_channels_last(x), **weights, w_v=w_v, key_mask=key_mask))
+
+    def pooled(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+        """ReLU(max_pool2d(norm(self(x)), k, ceil_mode=True)), [B, out_channels, ⌈H/k⌉, ⌈W/k⌉]: what follows a stem.
+
+        Where Triton can run it, without ever writing the map at the image's size; `norm` keeps its running statistics.
+        """
+        check_map(LAYER, x, self.in_channels)
+        # What watches these modules must see their outputs.
+        plain = type(norm) is nn.BatchNorm2d and not any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (self, norm)
+        )
+        if plain and self.values != "conv":
+            w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
+            call = prepare(to_channels_last(x), **self._weights(), w_v=w_v)
+            pixels = x.shape[0] * x.shape[2] * x.shape[3]
+            if pixels > 1 and triton_impl.refusal(call) is None:
+                return to_nchw(self._attend_norm_pool(call, norm, pixels))
+        side = self.kernel_size
+        # The maximum first: a ReLU does not change which pixel wins, and has fewer left to look at.
+        return F.relu(F.max_pool2d(norm(self(x)), side, side, ceil_mode=True))
+
+    def _attend_norm_pool(self, call: BlockCall, norm: nn.BatchNorm2d, pixels: int) -> Tensor:
+        of_batch = norm.training or norm.running_mean is None
+        weight = torch.ones_like(call.w_q[:, 0]) if norm.weight is None else norm.weight
+        bias = torch.zeros_like(call.w_q[:, 0]) if norm.bias is None else norm.bias
+        given = (None, None) if of_batch else (norm.running_mean, norm.running_var)
+        out, mean, var = attend_norm_pool(call, weight, bias, *given, norm.eps)
+        if norm.training and norm.running_mean is not None and norm.running_var is not None:
+            with torch.no_grad():
+                share: Any = norm.momentum
+                if norm.num_batches_tracked is not None:
+                    norm.num_batches_tracked.add_(1)
+                    share = 1.0 / norm.num_batches_tracked if share is None else share
+                norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+                norm.running_var.lerp_((var * (pixels / (pixels - 1))).to(norm.running_var.dtype), share)
+        return out
 
     def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
         """The softmax weights [B, rows of blocks, blocks per row, heads, k·k (from), k·k (to)], for pictures.

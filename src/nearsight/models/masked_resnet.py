@@ -62,10 +62,12 @@ class MaskedResNetMixin(nn.Module):
         check_choice(type(self).__name__, "output_fmt", output_fmt, ("NCHW",))
         take, last = feature_take_indices(5, indices)
         intermediates = []
-        x, key_mask = self._stem(x, key_mask)
         if 0 in take:
+            x, key_mask = self._stem(x, key_mask)
             intermediates.append(zero_masked(x, key_mask))
-        x, key_mask = self._pool(x, key_mask)
+            x, key_mask = self._pool(x, key_mask)
+        else:
+            x, key_mask = self._pooled_stem(x, key_mask)
         for i, name in enumerate(STAGES[:last] if stop_early else STAGES, start=1):
             x, key_mask = self._stage(name, x, key_mask)
             if i in take:
@@ -73,7 +75,7 @@ class MaskedResNetMixin(nn.Module):
         return intermediates if intermediates_only else (zero_masked(x, key_mask), intermediates)
 
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        x, key_mask = self._pool(*self._stem(x, key_mask))
+        x, key_mask = self._pooled_stem(x, key_mask)
         for name in STAGES:
             x, key_mask = self._stage(name, x, key_mask)
         return zero_masked(x, key_mask)
@@ -92,6 +94,10 @@ class MaskedResNetMixin(nn.Module):
         check_map(type(self).__name__, x, self.in_chans, key_mask)
         x = self.act1(self.bn1(self.conv1(zero_masked(x, key_mask))))
         return x, shrink_mask(key_mask, self.stem_stride)
+
+    def _pooled_stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Stem and pooling, for who does not need the map between them."""
+        return self._pool(*self._stem(x, key_mask))
 
     def _pool(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         # After a ReLU nothing is below 0, so a masked 0 never wins a maximum.

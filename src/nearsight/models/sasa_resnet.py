@@ -271,6 +271,15 @@ class SasaResNet(MaskedResNetMixin):
             x = self.conv1(zero_masked(x, key_mask))
         return self.act1(self.bn1(x)), shrink_mask(key_mask, self.stem_stride)
 
+    def _pooled_stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        after = (self.act1, self.maxpool)
+        watched = any(module._forward_hooks or module._forward_pre_hooks for module in after)
+        plain = isinstance(self.act1, nn.ReLU) and isinstance(self.maxpool, nn.MaxPool2d) and not watched
+        if key_mask is None and plain and type(self.conv1) is AttentionStem2d:
+            check_map(NAME, x, self.in_chans)
+            return self.conv1.pooled(x, self.bn1), None
+        return super()._pooled_stem(x, key_mask)
+
 
 PAPER = {"paper_name": "Stand-Alone Self-Attention in Vision Models", "paper_ids": "arXiv:1906.05909"}
 

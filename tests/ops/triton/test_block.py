@@ -1,11 +1,18 @@
 """Block attention's Triton kernels, interpreted on the CPU: output and every gradient by the error rule, on tiny shapes."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from nearsight import AttentionStem2d
 from nearsight.ops import backends, block_attention
 from nearsight.ops.block import triton_impl
 from nearsight.ops.block.call import prepare
+from nearsight.ops.block.pooled import attend_norm_pool
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
 
@@ -183,3 +190,57 @@ def test_what_it_refuses():
 def test_without_a_gpu_it_says_so():
     reasons = {r.name: r.reason for r in backends("block_attention", **make(), heads=2)}
     assert reasons["triton"] == "needs CUDA tensors, got cpu"
+
+
+# ── With the norm, ReLU and max-pool that follow ──
+
+
+def composed(weight, bias, running, **tensors):
+    y = block_attention(**tensors, heads=2, backend="reference").permute(0, 3, 1, 2)
+    mean, var = (None, None) if running is None else running.to(y.dtype).unbind(0)
+    y = F.batch_norm(y, mean, var, weight, bias, training=running is None)
+    return F.relu(F.max_pool2d(y, 4, 4, ceil_mode=True)).permute(0, 2, 3, 1)
+
+
+def fused(weight, bias, running, **tensors):
+    call = prepare(**tensors, heads=2)
+    return attend_norm_pool(call, weight, bias, *((None, None) if running is None else running.unbind(0)), 1e-5)[0]
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(8, 8), (5, 6)])
+@pytest.mark.parametrize("of_batch", [True, False])
+def test_pooled(size, of_batch):
+    inputs = make(size=size, batch=2)
+    generator = torch.Generator().manual_seed(1)
+    inputs["weight"] = torch.randn(16, generator=generator)  # some negative: their smallest wins
+    inputs["bias"] = torch.randn(16, generator=generator)
+    running = None if of_batch else torch.rand(2, 16, generator=generator) + 0.5
+    assert_by_error_rule(partial(fused, running=running), partial(composed, running=running), inputs)
+
+
+@interpreted
+def test_pooled_opcheck():
+    inputs = make(size=(4, 6))
+    score, value = (t.detach().requires_grad_() for t in triton_impl.tables(prepare(**inputs, heads=2)))
+    arguments = (inputs["x"], score, value, torch.ones(16), torch.zeros(16), None, 1e-5)
+    torch.library.opcheck(torch.ops.nearsight.block_attention_pooled_triton.default, arguments)
+
+
+@interpreted
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_pooled_layer_keeps_running_statistics(momentum):
+    torch.manual_seed(0)
+    stem, norm = AttentionStem2d(3, 8, num_heads=2), nn.BatchNorm2d(8, momentum=momentum)
+    other = copy.deepcopy(norm)
+    x = torch.randn(2, 3, 5, 9)
+    for _ in range(2):
+        out = stem.pooled(x, norm)
+        want = F.relu(F.max_pool2d(other(stem(x)), 4, ceil_mode=True))
+    assert out.shape == (2, 8, 2, 3)
+    torch.testing.assert_close(out, want)
+    for name, buffer in other.named_buffers():
+        torch.testing.assert_close(getattr(norm, name), buffer)
+    torch.testing.assert_close(
+        stem.pooled(x, norm.eval()), F.relu(F.max_pool2d(other.eval()(stem(x)), 4, ceil_mode=True))
+    )

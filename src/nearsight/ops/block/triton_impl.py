@@ -13,9 +13,20 @@ from nearsight.ops.block.call import BlockCall
 from nearsight.ops.block.partition import count_blocks
 from nearsight.ops.dispatch import full_precision
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import common_refusal, dot_precision, next_power_of_two
+from nearsight.ops.triton_support import INT32_LIMIT, common_refusal, dot_precision, next_power_of_two
 
-__all__ = ["refusal", "run"]
+__all__ = [
+    "Choice",
+    "Launch",
+    "add_shares",
+    "make_launch",
+    "multiprocessors",
+    "refusal",
+    "run",
+    "score_table",
+    "share_buffers",
+    "tables",
+]
 
 SIDE = 4
 MOST_CHANNELS = 8  # beside the 8 codes of row and column, a key's features then fill one product
@@ -33,16 +44,22 @@ def refusal(call: BlockCall) -> str | None:
         return f"needs 1 to {MOST_CHANNELS} input channels, got {call.x.shape[3]}"
     if call.head_dim > WIDEST_HEAD:
         return f"needs a head dim of at most {WIDEST_HEAD}, got {call.head_dim}"
+    size = call.x.shape[1] * call.x.shape[2] * call.w_q.shape[0]
+    if size >= INT32_LIMIT:
+        return f"needs outputs of fewer than 2³¹ elements per image, got {size}"
     return None
 
 
 def run(call: BlockCall) -> Tensor:
+    return _forward_op(call.x, *tables(call), call.key_mask)
+
+
+def tables(call: BlockCall) -> tuple[Tensor, Tensor]:
+    """The weights as the kernels take them, float32: `score_table`, and W_V of each place, [16, C, Cin]."""
     with full_precision(call.x):
         score = score_table(call)
     value = call.w_v.float()
-    if value.dim() == 2:
-        value = value.expand(SIDE * SIDE, -1, -1)
-    return _forward_op(call.x, score, value, call.key_mask)
+    return score, value.expand(SIDE * SIDE, -1, -1) if value.dim() == 2 else value
 
 
 def score_table(call: BlockCall) -> Tensor:
@@ -68,7 +85,7 @@ def score_table(call: BlockCall) -> Tensor:
     return torch.cat([position, content[:, :, None].expand(-1, -1, 2 * SIDE, -1)], -1)
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
     """Heads at once, and programs per multiprocessor."""
 
     heads: int
@@ -76,8 +93,13 @@ class _Choice(NamedTuple):
 
 
 # Most heads whose tables (and their gradients) fit in one warp's registers.
-FORWARD, BACKWARD = _Choice(4, 16), _Choice(2, 8)
-FORWARD_FLOAT, BACKWARD_FLOAT = _Choice(1, 16), _Choice(1, 8)
+FORWARD, BACKWARD = Choice(4, 16), Choice(2, 8)
+FORWARD_FLOAT, BACKWARD_FLOAT = Choice(1, 16), Choice(1, 8)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; an interpreting CPU counts as one."""
+    return _multiprocessors(device.index or 0) if device.type == "cuda" else 1
 
 
 @functools.cache
@@ -85,20 +107,20 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     grid: tuple[int, int]
     runtime: dict[str, Any]
     constants: dict[str, Any]
 
 
-def _launch(x: Tensor, score: Tensor, value: Tensor, key_mask: Tensor | None, choice: _Choice) -> _Launch:
+def make_launch(x: Tensor, score: Tensor, value: Tensor, key_mask: Tensor | None, choice: Choice) -> Launch:
     batch, height, width, inputs = x.shape
     heads = score.shape[0]
     dim = value.shape[1] // heads
     lines = batch * count_blocks(height, SIDE)
     at_once = min(choice.heads, next_power_of_two(heads)) if dim <= 16 and inputs <= 4 else 1
     groups = -(-heads // at_once)
-    wanted = 4 if x.device.type != "cuda" else choice.programs * _multiprocessors(x.device.index or 0)
+    wanted = choice.programs * multiprocessors(x.device) if x.device.type == "cuda" else 4
     runtime = {
         "H": height,
         "W": width,
@@ -122,7 +144,7 @@ def _launch(x: Tensor, score: Tensor, value: Tensor, key_mask: Tensor | None, ch
         "num_warps": 1,
         "num_stages": 1,
     }
-    return _Launch((min(lines, max(1, wanted // groups)), groups), runtime, constants)
+    return Launch((min(lines, max(1, wanted // groups)), groups), runtime, constants)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -142,10 +164,13 @@ def _forward_op(x: Tensor, score: Tensor, value: Tensor, key_mask: Tensor | None
         return out
     from nearsight.ops.block import kernels
 
-    launch = _launch(x, score, value, key_mask, FORWARD_FLOAT if x.dtype == torch.float32 else FORWARD)
+    launch = make_launch(x, score, value, key_mask, FORWARD_FLOAT if x.dtype == torch.float32 else FORWARD)
     with torch.cuda.device_of(x):
         kernels.forward[launch.grid](
-            *(x, score.contiguous(), value.contiguous(), _bytes(key_mask), out), **launch.runtime, **launch.constants
+            *(x, score.contiguous(), value.contiguous(), _bytes(key_mask), out, None, None, None),
+            **launch.runtime,
+            POOL=False,
+            **launch.constants,
         )
     return out
 
@@ -164,20 +189,28 @@ def _backward_op(
         return [torch.zeros_like(t) for t in ((score, value, x) if need_x else (score, value))]
     from nearsight.ops.block import kernels
 
-    launch = _launch(x, score, value, key_mask, BACKWARD_FLOAT if x.dtype == torch.float32 else BACKWARD)
-    programs, groups = launch.grid
-    # Side by side, so that one sum adds up both.
-    shares = torch.empty(programs, score.numel() + value.numel(), dtype=torch.float32, device=x.device)
-    dx = torch.empty((groups, *x.shape) if need_x else (0,), dtype=torch.float32, device=x.device)
+    launch = make_launch(x, score, value, key_mask, BACKWARD_FLOAT if x.dtype == torch.float32 else BACKWARD)
+    shares, dx = share_buffers(launch, x, score, value, need_x)
     with torch.cuda.device_of(x):
         kernels.backward[launch.grid](
-            *(x, score.contiguous(), value.contiguous(), _bytes(key_mask), grad.contiguous(), shares, dx),
+            *(x, score.contiguous(), value.contiguous(), _bytes(key_mask), grad.contiguous(), None, None, shares, dx),
             **launch.runtime,
             NEED_DX=need_x,
+            POOL=False,
             **launch.constants,
         )
-        total = sum_rows(shares)
-    dscore, dvalue = total.split([score.numel(), value.numel()])
+        return add_shares(shares, dx, x, score, value, need_x)
+
+
+def share_buffers(launch: Launch, x: Tensor, score: Tensor, value: Tensor, need_x: bool) -> tuple[Tensor, Tensor]:
+    """Where the backward's programs leave d score and d value, side by side for one sum, and its groups of heads d x."""
+    programs, groups = launch.grid
+    shares = torch.empty(programs, score.numel() + value.numel(), dtype=torch.float32, device=x.device)
+    return shares, torch.empty((groups, *x.shape) if need_x else (0,), dtype=torch.float32, device=x.device)
+
+
+def add_shares(shares: Tensor, dx: Tensor, x: Tensor, score: Tensor, value: Tensor, need_x: bool) -> list[Tensor]:
+    dscore, dvalue = sum_rows(shares).split([score.numel(), value.numel()])
     # Copies: an op's results may not share memory.
     found = [dscore.clone().view(score.shape), dvalue.clone().view(value.shape)]
     return [*found, dx.sum(0).to(x.dtype)] if need_x else found
