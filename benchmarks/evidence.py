@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence_rows import HERE, RESULTS, Row, chosen, read_result, result_file, write_result
+from evidence_rows import HERE, RESULTS, Row, chosen, headline, read_result, result_file, write_result
 
 # How a run is watched, not what it learns.
 WATCHING = ("log.every=97", "log.tensorboard=false", "checkpoint.every_epochs=100000")
@@ -37,16 +37,20 @@ def facts(row: Row) -> dict[str, Any]:
     import torch
 
     from nearsight.models.flops import count_flops, count_parameters
-    from nearsight.train.tasks import load_config
+    from nearsight.train.tasks import load_config, task_class
     from nearsight.train.tasks.classify import create_network
 
     config: Any = load_config(row.recipe, list(row.set))
-    with torch.device("meta"):
-        model = create_network(config.model, num_classes=10, in_chans=config.data.channels)
+    if config.task == "classify":
+        with torch.device("meta"):
+            model = create_network(config.model, num_classes=10, in_chans=config.data.channels)
+    else:  # the recipe states its images and classes
+        model = task_class(config.task).facts(config).model
     return {
         "model": config.model.name,
         "parameters": count_parameters(model),
-        "macs": count_flops(model, config.data.image_size, "mac"),
+        # A detector's work depends on its images' shapes.
+        "macs": None if config.task == "detect" else count_flops(model, config.data.image_size, "mac"),
         "epochs": config.schedule.epochs,
         "batch": config.data.batch_size,
         "split": f"held out: {config.data.holdout:.0%} of train" if config.data.holdout else "test",
@@ -142,10 +146,9 @@ def outcome(job: Job, known: dict[str, Any], parallel: int) -> tuple[dict[str, A
         return result, log
     told = json.loads((job.folder / "stdout").read_text(encoding="utf-8"))
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    name = "ema_accuracy" if "ema_accuracy" in told else "accuracy"
+    wanted = (*row.metrics, "loss") if "accuracy" in row.metrics else row.metrics
+    result |= {name: round(told.get(f"ema_{name}", told[name]), 5) for name in wanted}
     result |= {
-        "accuracy": round(told[name], 5),
-        "loss": round(told[name.replace("accuracy", "loss")], 5),
         "images": int(told["images"]),
         "steps": told["step"],
         "seconds": told["seconds"],
@@ -186,9 +189,11 @@ def decode_once(rows: Sequence[Row], data: str) -> None:
     from nearsight.train.data.sources import open_source
     from nearsight.train.tasks import load_config
 
-    for recipe in {row.recipe for row in rows}:
-        config: Any = load_config(recipe, [f"data.root={data}"])
-        source = open_source(config.data)
+    for recipe, where in {(row.recipe, row.at(data)) for row in rows}:
+        config: Any = load_config(recipe, [where])
+        if config.task == "detect":  # its images have no common size
+            continue
+        source = open_source(config.data, labelled=config.task == "classify")
         for split in (source.train, source.evaluation):
             materialise(split, config.data)
 
@@ -202,7 +207,7 @@ def train(options: argparse.Namespace) -> int:
     for row, seed in wanted:
         done = read_result(result_file(options.out, row, seed))
         if done is not None and done["ok"] and not options.again:
-            print(f"{row.key} seed {seed}: done, {100 * done['accuracy']:.2f} %", flush=True)
+            print(f"{row.key} seed {seed}: done, {headline(row, done)}", flush=True)
         else:
             todo.append((row, seed))
     if not todo:
@@ -217,7 +222,7 @@ def train(options: argparse.Namespace) -> int:
             for number, (row, seed) in enumerate(todo):
                 folder = Path(work) / str(number)
                 words = ["-m", "nearsight", "train", row.recipe, *row.set, f"train.seed={seed}", *options.set]
-                words += [f"data.root={options.data}", *WATCHING, "--out", str(folder / "run"), "--json"]
+                words += [row.at(options.data), *WATCHING, "--out", str(folder / "run"), "--json"]
                 yield start(row, seed, folder, words, options.limit, threads)
 
         for job in tend(jobs(), options.parallel, began + options.budget):
@@ -232,7 +237,7 @@ def train(options: argparse.Namespace) -> int:
                     result["ship_failed"] = repr(error)[:300]
             write_result(result_file(options.out, row, job.seed), result, log)
             failed += not result["ok"]
-            told = f"{100 * result['accuracy']:.2f} %, {result['seconds']:.0f} s" if result["ok"] else result["reason"]
+            told = f"{headline(row, result)}, {result['seconds']:.0f} s" if result["ok"] else result["reason"]
             print(f"{row.key} seed {job.seed}: {told}", flush=True)
             pack(options.out, options.pack)
     return int(failed > 0)
@@ -241,7 +246,7 @@ def train(options: argparse.Namespace) -> int:
 def _ship(run: Path, target: Path, data: str, row: Row, told: dict[str, Any]) -> dict[str, Any]:
     from nearsight.train.ship import ship
 
-    return ship(run, target, [f"data.root={data}"], recipe=row.recipe, **told)
+    return ship(run, target, [row.at(data)], recipe=row.recipe, **told)
 
 
 def speed(options: argparse.Namespace) -> int:
@@ -290,7 +295,7 @@ def probe(options: argparse.Namespace) -> int:
     row, work, steps = chosen(options.rows)[0], Path(options.work), options.steps
     name = row.key.replace("/", "-")
     warm = max(5, steps // 2)
-    changes = [*row.set, *options.set, f"data.root={options.data}", *WATCHING, "data.holdout=0.02"]
+    changes = [*row.set, *options.set, row.at(options.data), *WATCHING, "data.holdout=0.02"]
     began = time.monotonic()
     config = load_config(row.recipe, [*changes, f"train.max_steps={warm + 2 * steps + 1}"])
     cuda = torch.cuda.is_available()
@@ -358,7 +363,7 @@ class Frozen:
 def show(options: argparse.Namespace) -> int:
     for row in chosen(options.rows or ["*"]):
         done = [read_result(result_file(options.out, row, seed)) for seed in row.seeds]
-        state = ", ".join("–" if d is None else f"{100 * d['accuracy']:.2f}" if d["ok"] else "failed" for d in done)
+        state = ", ".join("–" if d is None else headline(row, d) if d["ok"] else "failed" for d in done)
         print(f"{row.key:24} {state:24} {row.command(row.seeds[0])}")
     return 0
 

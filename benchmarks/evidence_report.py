@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence_rows import HERE, RESULTS, Claim, Row, Table, read_result, read_tables, result_file
+from evidence_rows import HERE, RESULTS, Claim, Row, Table, headline, read_result, read_tables, result_file, shown
 
 PAGE = HERE.parent / "docs" / "results.md"
 IMAGES = "images"
@@ -131,7 +131,30 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows])
 
 
+# Numbers other than accuracy, as a column's head says them.
+HEADS = {"mAP50": "mAP₅₀", "l1": "L1", "psnr": "PSNR, dB"}
+
+
+def measured(table: Table, out: Path) -> str:
+    """The table of a task that is not judged by accuracy: a run per row, its metrics and its cost."""
+    metrics = next(iter(table.rows.values())).metrics
+    head = ["", *(HEADS.get(name, name) for name in metrics), "params, M", "mult-adds, G", "epochs", "s"]
+    rows = []
+    for row in table.rows.values():
+        found = next((result for result in results_of(row, out) if result["ok"]), None)
+        if found is None:
+            rows.append([row.says, "not run yet", *["–"] * (len(head) - 2)])
+            continue
+        macs = f"{found['macs'] / 1e9:.3f}" if found["macs"] is not None else "–"
+        numbers = [shown(name, found[name]) for name in metrics]
+        cost = [f"{found['parameters'] / 1e6:.2f}", macs, str(found["epochs"]), f"{found['seconds']:.0f}"]
+        rows.append([row.says, *numbers, *cost])
+    return markdown(head, rows) + "\n"
+
+
 def section(table: Table, out: Path) -> str:
+    if "accuracy" not in next(iter(table.rows.values())).metrics:
+        return f"## {table.title}\n\n{table.about.strip()}\n\n{measured(table, out)}\n{runs(table, out)}"
     scores = {name: score_of(results_of(row, out)) for name, row in table.rows.items()}
     head = ["", "accuracy", "params, M", "mult-adds, G", "images/s", "GiB", "s", "published"]
     parts = [f"## {table.title}\n\n{table.about.strip()}\n"]
@@ -152,7 +175,7 @@ def runs(table: Table, out: Path) -> str:
             beside = f", {result['at_once']} runs at once" if result.get("at_once", 1) > 1 else ""
             changed = "".join(f" {change}" for change in result.get("changed", []))
             if result["ok"]:
-                said = f"{100 * result['accuracy']:.2f} % in {result['seconds']:.0f} s{beside}"
+                said = f"{headline(row, result)} in {result['seconds']:.0f} s{beside}"
                 lines.append(f"- `{result['command']}{changed}` → {said} ({where})")
             else:
                 wrong.append(f"- `{result['command']}{changed}`: {result['reason']} ({where})")
@@ -193,7 +216,7 @@ def cost_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None
     points: dict[str, list[tuple[str, float, list[float | None]]]] = {}
     for table in tables.values():
         for row in table.rows.values():
-            results = [r for r in results_of(row, out) if r["ok"] and r["split"] == "test"]
+            results = [r for r in results_of(row, out) if r["ok"] and r["split"] == "test" and "accuracy" in r]
             score = score_of(results)
             if score is None:
                 continue

@@ -20,7 +20,10 @@ LOG_LINES = 40
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table; `set` are the overrides of its recipe."""
+    """One line of a table; `set` are the overrides of its recipe, `data` says where it finds its images.
+
+    `metrics` are the numbers of the last evaluation that are kept, the one it is judged by first.
+    """
 
     table: str
     name: str
@@ -30,6 +33,8 @@ class Row:
     seeds: tuple[int, ...] = (0,)
     published: str | None = None
     ship: str | None = None
+    data: str = "data.root=FOLDER"
+    metrics: tuple[str, ...] = ("accuracy",)
 
     @property
     def key(self) -> str:
@@ -38,7 +43,15 @@ class Row:
     def command(self, seed: int) -> str:
         """What a reader types to repeat it."""
         words = [f"'{word}'" if set(word) & set(" *{}[]'\"") else word for word in self.set]
-        return " ".join(["nearsight train", self.recipe, "data.root=FOLDER", *words, f"train.seed={seed}"])
+        return " ".join(["nearsight train", self.recipe, self.data, *words, f"train.seed={seed}"])
+
+    def at(self, folder: str) -> str:
+        """`data` with a real folder.
+
+        >>> Row("faces", "qna", "QnA", "faces/qna_autoencoder", data="data.source=parquet:FOLDER").at("x")
+        'data.source=parquet:x'
+        """
+        return self.data.replace("FOLDER", folder)
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,8 @@ def read_tables(path: Path = ROWS) -> dict[str, Table]:
         shared = tuple(keys.get("set", ()))
         rows = {}
         for row, values in keys["rows"].items():
-            made = {"recipe": keys.get("recipe"), **values}
+            made = {key: keys[key] for key in ("recipe", "data", "metrics") if key in keys} | values
+            made["metrics"] = tuple(made.get("metrics", ("accuracy",)))
             made["set"] = shared + tuple(values.get("set", ()))
             made["seeds"] = tuple(values.get("seeds", (0,)))
             rows[row] = Row(name, row, **made)
@@ -85,6 +99,24 @@ def chosen(patterns: Sequence[str]) -> list[Row]:
         if not any(fnmatch.fnmatch(row.key, pattern) for row in rows):
             raise SystemExit(f"evidence: no row {pattern!r}; see: evidence.py list")
     return [row for row in rows if any(fnmatch.fnmatch(row.key, pattern) for pattern in patterns)]
+
+
+# Shares are shown in percent.
+SHARES = ("accuracy", "mAP", "mAP50", "mAP75")
+
+
+def shown(name: str, value: float) -> str:
+    """A metric as people read it.
+
+    >>> shown("accuracy", 0.945), shown("psnr", 31.234), shown("l1", 0.01234)
+    ('94.50 %', '31.23', '0.0123')
+    """
+    return f"{100 * value:.2f} %" if name in SHARES else f"{value:.4f}" if value < 1 else f"{value:.2f}"
+
+
+def headline(row: Row, result: dict[str, Any]) -> str:
+    """The number a run is judged by."""
+    return shown(row.metrics[0], result[row.metrics[0]])
 
 
 def result_file(out: Path, row: Row, seed: int) -> Path:

@@ -37,6 +37,16 @@ def test_rows_are_valid_runs(row: Any) -> None:
             assert getattr(config, section) == getattr(first, section), section
 
 
+@pytest.mark.parametrize("key", ["detect/bccd", "faces/qna"])
+def test_rows_of_other_tasks_know_their_networks(key: str) -> None:
+    (row,) = rows.chosen([key])
+    facts = evidence.facts(row)
+    assert facts["parameters"] > 1_000_000
+    assert (facts["macs"] is None) == (row.table == "detect")
+    assert row.at("X").endswith(":X")
+    assert " data.source=" in row.command(0)
+
+
 def test_claims_name_rows() -> None:
     for table in TABLES.values():
         for claim in table.claims:
@@ -83,6 +93,17 @@ def test_verdicts_follow_from_the_runs(tmp_path: Path, attention: float | None, 
     assert "94.50 ± 0.10 (3 seeds)" in text
     assert ("Runs that did not end well" in text) == (attention is None)
     assert f"| {said} |" in text
+
+
+def test_other_tasks_show_their_own_numbers(tmp_path: Path) -> None:
+    put(tmp_path, "faces/qna", 0.0, l1=0.02345, psnr=28.765, epochs=20, macs=150_000_000)
+    text = report.section(TABLES["faces"], tmp_path)
+    assert "|  | L1 | PSNR, dB | params, M | mult-adds, G | epochs | s |" in text
+    assert "| QnA down and up | 0.0234 | 28.77 | 2.00 | 0.150 | 20 | 60 |" in text
+    assert "→ 0.0234 in 60 s" in text
+    assert text.count("not run yet") == len(TABLES["faces"].rows) - 1
+    put(tmp_path, "detect/bccd", 0.0, mAP50=0.8125, mAP=0.5, epochs=80, macs=None)
+    assert "| 81.25 % | 50.00 % | 2.00 | – | 80 | 60 |" in report.section(TABLES["detect"], tmp_path)
 
 
 def test_a_step_back_anywhere_breaks_a_chain(tmp_path: Path) -> None:
