@@ -78,6 +78,7 @@ def test_several_runs(runs, tmp_path, capsys):
     assert costs["runs"].tolist() == ["qna", "expatt"]
     assert costs["parameters"].min() > 100_000
     curves = np.load(tmp_path / "curves.npz")
+    assert costs["accuracy"][1] == curves["expatt/eval/accuracy"][-1]
     assert len(curves["expatt/train/loss"]) == 2
     assert len(np.load(tmp_path / "radius-against-depth.npz")["expatt/mean"]) == 4
 

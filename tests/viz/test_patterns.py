@@ -6,7 +6,7 @@ import torch
 
 from nearsight import ops
 from nearsight.viz import patterns as page
-from nearsight.viz.patterns import SIZE, draw_patterns, footprint, patterns, scene
+from nearsight.viz.patterns import SIZE, block_patterns, draw_patterns, footprint, patterns, scene
 
 pytest.importorskip("matplotlib", reason="pictures need the extra viz")
 
@@ -51,6 +51,22 @@ def test_windows_are_where_they_should_be(shown):
     assert seen(shown["QnA"]) == {(y + i, x + j) for i in range(-3, 4) for j in range(-3, 4)}
     for title in ("Explicit attention", "Global attention"):
         assert len(seen(shown[title])) == SIZE[0] * SIZE[1]
+
+
+def test_blocks_stay_where_they_are():
+    blocks = {pattern.title: pattern for pattern in block_patterns()}
+    (y, x), disk = page.CENTRE, scene()
+    whole = {(i, j) for i in range(7, 14) for j in range(7, 14)}
+    assert seen(blocks["Window attention"]) == whole
+    assert seen(blocks["Attention stem"]) == {(i, j) for i in range(4, 8) for j in range(4, 8)}
+    assert seen(blocks["QnA up-sampling"]) == {(y + i, x + j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    # Fourteen is even and seventeen odd: the upper right of the four.
+    assert blocks["QnA up-sampling"].weights.argmax() == (y - 1) * SIZE[1] + x + 1
+    weights = blocks["Window attention"].weights
+    assert weights[disk].max() > 3 * weights[~disk].max()
+    for pattern in blocks.values():
+        assert pattern.query == (page.EDGE if pattern.title == "Attention stem" else page.CENTRE)
+        assert float(pattern.weights.sum()) == pytest.approx(1, abs=1e-5)
 
 
 def test_content_is_followed_by_those_who_look_at_it(shown):

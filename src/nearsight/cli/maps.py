@@ -216,7 +216,7 @@ def _compared(runs: list[str], notes: list[str]) -> Iterator[Made]:
         scores = [row["accuracy"] for row in rows if row["kind"] == "eval" and "accuracy" in row]
         if scores:
             flops = count_flops(network.model, network.data.image_size)
-            facts[name] = RunFacts(max(scores), count_parameters(network.model), flops)
+            facts[name] = RunFacts(scores[-1], count_parameters(network.model), flops)
         else:
             notes.append(f"{run} has no accuracy: left out of the comparison with its cost.")
         learned = learned_radii(network.model)

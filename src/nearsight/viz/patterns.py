@@ -1,6 +1,6 @@
 """Which pixels one query sees, per mechanism, as the ops themselves compute it.
 
-`python -m nearsight.viz.patterns patterns.png` writes the picture.
+`python -m nearsight.viz.patterns patterns.png` writes the picture, with `--blocks` that of the layers that cut the map.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from nearsight import ops
-from nearsight.layers import AttentionAugmentedConv2d
+from nearsight.layers import AttentionAugmentedConv2d, AttentionStem2d, QnAUpsample2d, WindowAttention2d
+from nearsight.viz.maps import layer_maps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Pattern", "draw_patterns", "footprint", "patterns"]
+__all__ = ["Pattern", "block_patterns", "draw_patterns", "footprint", "patterns"]
 
 SIZE = (15, 21)
-CENTRE, BESIDE, CORNER = (7, 8), (4, 7), (1, 18)
+CENTRE, BESIDE, CORNER, EDGE = (7, 8), (4, 7), (1, 18), (6, 7)
 
 
 CAPTION = "outlined: the query · grey: not seen · the darker, the larger the weight · line: a disk before a background"
@@ -67,6 +68,42 @@ def patterns() -> list[Pattern]:
         _qna(),
         _explicit(),
         _augmented(),
+    ]
+
+
+def block_patterns() -> list[Pattern]:
+    """The panels of the second picture: layers whose windows do not move with the query, and up-sampling."""
+    alike = scene().float() * 2 - 1
+    x = torch.stack([torch.ones_like(alike), alike])[None]
+    # As in the local panels: the first channel carries the position, the second the content.
+    q, k = torch.eye(2), torch.tensor([[0.0, 0.0], [0.0, 0.9]])
+
+    window = WindowAttention2d(2, 2, 7, num_heads=1)
+    stem = AttentionStem2d(2, 2, 4, num_heads=1, values="plain")
+    up = QnAUpsample2d(2, 2, 3, num_heads=1)
+    assert up.position_bias is not None
+    with torch.no_grad():
+        window.qkv.weight.copy_(torch.cat([q, k, q]))
+        stem.qk.weight.copy_(torch.cat([q, k])[..., None, None])
+        stem.rel_row.zero_()
+        stem.rel_col.zero_()
+        up.query.copy_(torch.tensor([[0.0, 1.0]]).expand(4, 2))
+        up.key_weight.copy_(2.5 * q)
+        # Each of the four new pixels leans to its own corner.
+        towards = torch.tensor([-1.0, 0.0, 1.0])
+        for new, (down, right) in enumerate([(-1, -1), (-1, 1), (1, -1), (1, 1)]):
+            up.position_bias[:, :, new, 0] = 0.5 * (down * towards[:, None] + right * towards)
+
+    def panel(title: str, call: str, note: str, layer: Any, cell: tuple[int, int]) -> Pattern:
+        maps = layer_maps(layer, x, [cell], received=False)
+        assert maps.weights is not None
+        at = tuple(c * g // n for c, g, n in zip(cell, maps.grid, maps.query_grid, strict=True))
+        return Pattern(title, call, note, (at[0], at[1]), maps.weights[0, 0].mean(0))
+
+    return [
+        panel("Window attention", "WindowAttention2d(C, C, 7)", "fixed windows, cut at the border", window, CENTRE),
+        panel("Attention stem", "AttentionStem2d(3, C)", "4×4 blocks of the image", stem, EDGE),
+        panel("QnA up-sampling", "QnAUpsample2d(C, C, 3)", "one of the four new pixels, the upper right", up, (14, 17)),
     ]
 
 
@@ -202,6 +239,7 @@ def _outline(axis: Any, region: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "patterns.png")
-    draw_patterns().savefig(target)
+    words = [word for word in sys.argv[1:] if word != "--blocks"]
+    target = Path(words[0] if words else "patterns.png")
+    draw_patterns(block_patterns() if "--blocks" in sys.argv else None).savefig(target)
     print(target)

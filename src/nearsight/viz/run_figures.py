@@ -21,7 +21,7 @@ DASHES = ("-", "--", ":", "-.")
 
 
 class RunFacts(NamedTuple):
-    """What the scatter shows of a run: its best evaluation, and what its network costs."""
+    """What the scatter shows of a run: its last evaluation, and what its network costs."""
 
     accuracy: float
     parameters: int
