@@ -50,8 +50,8 @@ def test_says_what_another_host_means(served, port, capsys):
     )
 
 
-def test_names_nothing_trained_by_default_and_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(weights, "names", lambda: [])
+def test_by_default_what_ships_and_the_other_mechanisms(monkeypatch):
+    monkeypatch.setattr(weights, "names", list)
     assert explore.default_sources() == ["qna_vit_nano", "sasa_resnet_nano", "expatt_resnet_nano"]
     monkeypatch.setattr(weights, "names", lambda: ["expatt_resnet_nano.cifar10", weights.DEFAULT])
     assert explore.default_sources() == [weights.DEFAULT, "expatt_resnet_nano.cifar10", "sasa_resnet_nano"]
