@@ -153,14 +153,16 @@ class Trainer:
         if config.model.sync_bn and self.where.world > 1:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = model.to(self.where.device)
-        if config.model.channels_last:
+        sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
+        # FSDP shards contiguous parameters only; the images are channels-last all the same.
+        if config.model.channels_last and not sharded:
             model = model.to(memory_format=torch.channels_last)
         self.bare = model
         self.parameters = sum(p.numel() for p in model.parameters())
         self.ema: ModelEmaV3 | None = None
         average = config.ema
         if average.decay is not None:
-            if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+            if sharded:
                 raise UserError("ema.decay: not available when the model is sharded (FSDP); use DDP or ema.decay=null.")
             self.ema = ModelEmaV3(
                 model, decay=average.decay, use_warmup=average.warmup, exclude_buffers=not average.buffers
