@@ -60,7 +60,9 @@ def test_all_figures_of_a_run(runs, tmp_path, capsys):
 
 def test_chosen_figures_pixels_and_heads(runs, tmp_path, capsys):
     words = [str(runs / "expatt"), "test:0", "test:1", "-o", str(tmp_path), "--figures", "given,radius"]
-    found = document(capsys, *words, "--pixels", "3,12", "--pixels", "0,0", "--heads", "1-2", "--layers", "layer2")
+    found = document(
+        capsys, *words, "--pixels", "3,12", "--pixels", "0,0", "--heads", "1-2", "--layers", "layer2,layer2.0"
+    )
     assert [(row["figure"], row["image"], row["pixel"]) for row in found["figures"]] == [
         ("given", "test0", [3, 12]),
         ("given", "test0", [0, 0]),

@@ -268,6 +268,17 @@ def test_masks_reach_the_layers():
         assert not outside.any()
 
 
+def test_a_detector_whose_heads_run_on_every_level():
+    from nearsight.detect import create_detector
+
+    model = create_detector("sasa_retinanet_nano", num_classes=3)
+    found = attention_maps(model, [torch.rand(3, 128, 128)], pixels=[(100, 30)], received=False)
+    again = [name for name in found if name.endswith("#2")]
+    assert again
+    first = found[again[0].removesuffix("#2")]
+    assert found[again[0]].grid[0] < first.grid[0]
+
+
 def test_patterns_choose_layers():
     model = timm.create_model("qna_vit_nano")
     images = torch.randn(1, 3, 16, 16)
@@ -395,8 +406,13 @@ class TestMistakes:
             ArgumentValueError, match=r"got shape \[3, 16, 16\], .* add the batch axis with images\[None\]"
         ):
             attention_maps(self.model(), self.images[0])
-        with pytest.raises(ArgumentTypeError, match="got images of type list"):
-            attention_maps(self.model(), [self.images])
+        with pytest.raises(ArgumentTypeError, match="got images of type str"):
+            attention_maps(self.model(), "flower.jpg")
+        for wrong in ([self.images], [], [self.images[0], torch.randn(3, 16, 15)]):
+            with pytest.raises(
+                ArgumentTypeError, match=r"got a list of images, wanted tensors \[C, H, W\] of one size"
+            ):
+                attention_maps(self.model(), wrong)
         with pytest.raises(ArgumentTypeError, match=r"got model of type str, wanted a torch\.nn\.Module"):
             attention_maps("sasa_resnet_nano", self.images)
         with pytest.raises(ArgumentValueError, match="Conv2d, which has no attention layer of nearsight; swap"):

@@ -61,7 +61,7 @@ def maps(
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("maps"),
     layers: Annotated[
-        list[str] | None, typer.Option(help="Names or patterns of layers, as in 'stages.0.*'.", show_default="all")
+        list[str] | None, typer.Option(help="Names or patterns of layers: layer1,'stages.0.*'.", show_default="all")
     ] = None,
     pixels: Annotated[
         list[str] | None,
@@ -87,7 +87,8 @@ def maps(
     if compare:
         made = _compared([source, *(images or [])], notes)
     else:
-        made = _figures(source, images or [], layers, _pixels(pixels), _heads(heads), _wanted(figures), notes)
+        names = [name for text in layers for name in text.split(",")] if layers else None
+        made = _figures(source, images or [], names, _pixels(pixels), _heads(heads), _wanted(figures), notes)
     rows: list[dict[str, Any]] = []
     for one in made:
         files = [str(file) for file in save_drawing(one.drawing, out)]

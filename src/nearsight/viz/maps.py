@@ -102,7 +102,7 @@ class LayerMaps:
 
 def attention_maps(
     model: nn.Module,
-    images: Tensor,
+    images: Tensor | Sequence[Tensor],
     layers: str | Sequence[str] | None = None,
     pixels: Sequence[Pair] | None = None,
     *,
@@ -121,7 +121,8 @@ def attention_maps(
 
     Args:
         model: any network that can be called with `images`; also a single layer.
-        images: [B, C, H, W], as the network wants them.
+        images: [B, C, H, W], as the network wants them; for a detector a list of images [C, H, W] of one size, best one that
+            it need not pad.
         layers: which layers: a name or a pattern ("stages.0.*", as in timm's `AttentionExtract`), or several; the name of a
             module around them stands for all layers in it. None is all of them.
         pixels: query pixels (y, x) of the image, the same for all images. A layer on a coarser grid answers for the cell
@@ -149,11 +150,10 @@ def attention_maps(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"{OP}: got model of type {type(model).__name__}, wanted a torch.nn.Module.")
-    _check_images(images)
+    size = _image_size(images)
     # Hooks on a compiled network's modules do not run; its own modules are the ones that were given to torch.compile.
     model = getattr(model, "_orig_mod", model)
     chosen = choose_layers(model, layers)
-    size = (images.shape[2], images.shape[3])
     wanted = None if pixels is None else [_pixel(pixel, size) for pixel in pixels]
     found: dict[str, LayerMaps] = {}
 
@@ -340,6 +340,21 @@ def _check_images(images: Any) -> None:
         raise ArgumentValueError(f"{OP}: got shape {shape_text(images.shape)}, wanted images [B, C, H, W]{hint}.")
 
 
+def _image_size(images: Any) -> Pair:
+    """(H, W) of a batch or of a list of images, checked."""
+    if isinstance(images, list | tuple):
+        sizes = {tuple(image.shape[1:]) if isinstance(image, Tensor) and image.dim() == 3 else None for image in images}
+        if len(sizes) != 1 or None in sizes:
+            raise ArgumentTypeError(
+                f"{OP}: got a {type(images).__name__} of images, wanted tensors [C, H, W] of one size, or one tensor "
+                f"[B, C, H, W]."
+            )
+        ((height, width),) = sizes  # type: ignore[misc]
+        return height, width
+    _check_images(images)
+    return images.shape[2], images.shape[3]
+
+
 def _pixel(pixel: Any, size: Pair) -> Pair:
     if isinstance(pixel, int):
         raise ArgumentTypeError(f"{OP}: got the pixel {pixel!r}, wanted (y, x); for one pixel pass [(y, x)].")
@@ -391,7 +406,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _run(model: nn.Module, images: Tensor, key_mask: Tensor | None) -> None:
+def _run(model: nn.Module, images: Tensor | Sequence[Tensor], key_mask: Tensor | None) -> None:
     if key_mask is None:
         model(images)
     elif "key_mask" in inspect.signature(model.forward).parameters:
