@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from nearsight.errors import UserError
-from nearsight.train.data.augment import Draw, cut_out, gather, pad_images
+from nearsight.train.data.augment import Draw, cut_out, draw_patches, erase, gather, pad_images
 from nearsight.train.data.batches import Where, build_batches, plan
 from nearsight.train.data.config import AugmentConfig, DataConfig
 from nearsight.train.data.decoded import materialise
@@ -341,6 +341,62 @@ def test_cutout_by_hand() -> None:
     got = cut_out(torch.ones(2, 1, 4, 5), 2, choice)
     assert got[0, 0].tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1] * 5, [1] * 5]
     assert got[1, 0].tolist() == [[1] * 5, [1] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+
+
+def test_erasing_by_hand() -> None:
+    images, noise = torch.zeros(2, 1, 4, 5), torch.ones(2, 1, 4, 5)
+    got = erase(images, torch.tensor([[1, 2, 3, 2], [0, 0, 0, 0]]), noise)
+    assert got[0, 0].tolist() == [[0] * 5, *[[0, 0, 1, 1, 0]] * 3]
+    assert not got[1].any()
+
+
+def test_patches_are_drawn_like_timms() -> None:
+    """On a rectangle: how often, how large, how high and where, beside timm's own loop over images."""
+    import random
+
+    from timm.data.random_erasing import RandomErasing
+
+    count, (rows, columns) = 4000, (16, 40)
+    patches = draw_patches(0.4, count, (rows, columns), torch.device("cpu"), torch.Generator().manual_seed(1)).float()
+    random.seed(2)
+    marks = RandomErasing(0.4, mode="pixel", device="cpu")(torch.full((count, 1, rows, columns), -9.0))[:, 0] > -9
+    down, across = marks.any(2), marks.any(1)
+    there = [down.int().argmax(1), across.int().argmax(1), down.sum(1), across.sum(1)]
+    timms = torch.stack(there, 1).float()
+    ours, theirs = patches[patches[:, 2] > 0], timms[marks.flatten(1).any(1)]
+    assert len(ours) == pytest.approx(0.4 * count, rel=0.06)
+    assert len(theirs) == pytest.approx(0.4 * count, rel=0.06)
+    torch.testing.assert_close(ours.mean(0), theirs.mean(0), rtol=0.06, atol=0.25)
+    torch.testing.assert_close(ours.std(0), theirs.std(0), rtol=0.06, atol=0.25)
+    assert (ours[:, 0] + ours[:, 2]).max() == rows
+    assert (ours[:, 1] + ours[:, 3]).max() == columns
+    assert draw_patches(0.4, 0, (rows, columns), torch.device("cpu")).shape == (0, 4)
+    assert not draw_patches(0.0, 50, (rows, columns), torch.device("cpu"))[:, 2:].any()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_processes_erase_what_one_would(channels_last: bool) -> None:
+    data = settings("digits", channels=1, batch_size=8, augment={"erase": 0.5})
+    source = open_source(data)
+
+    def first(batch: int, rank: int, world: int) -> torch.Tensor:
+        keys = data.model_copy(update={"batch_size": batch})
+        where = Where(torch.device("cpu"), rank, world)
+        built = build_batches(
+            source.train, source, keys, where, training=True, seed=3, channels_last=channels_last, note=print
+        )
+        return next(built.epoch(0)).images
+
+    whole, halves = first(8, 0, 1), [first(4, rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat(halves), whole)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert whole.is_contiguous(memory_format=layout)
+    plain = data.model_copy(update={"augment": AugmentConfig()})
+    untouched = build_batches(
+        source.train, source, plain, Where(torch.device("cpu")), training=True, seed=3, channels_last=False, note=print
+    )
+    changed = (next(untouched.epoch(0)).images != whole).flatten(1).any(1)
+    assert 0 < changed.sum() < 8
 
 
 def test_hold_out_is_a_fixed_share() -> None:

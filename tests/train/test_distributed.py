@@ -17,7 +17,7 @@ from tests.train.support import processes, sharded, small, train
 SAME: dict[str, Any] = {
     "model": {"name": "qna_vit_nano", "drop_path": None},
     "loss": {"label_smoothing": 0.1, "mixup": 0.0},
-    "data": {"augment": {"crop": "pad", "pad": 1, "cutout": 2, "erase": 0.0}, "eval_batch_size": 64},
+    "data": {"augment": {"crop": "pad", "pad": 1, "cutout": 2, "erase": 0.3}, "eval_batch_size": 64},
     "ema": {"decay": None},
     "optimizer": {"lr": 3e-3, "base_batch": 64},
     "train": {"max_steps": 6, "clip": 1.0},

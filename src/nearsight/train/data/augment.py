@@ -1,4 +1,4 @@
-"""Augmentation of whole batches on their device: shift, flip, cut out, normalise, from images kept there as uint8.
+"""Augmentation of whole batches on their device: shift, flip, cut out, erase, normalise, from images kept there as uint8.
 
 Random numbers are drawn for the batch of all processes and each takes its share, so a run on two processes sees the
 images of a run on one with twice the batch.
@@ -6,6 +6,7 @@ images of a run on one with twice the batch.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,12 @@ from torch.nn import functional as F
 
 from nearsight.train.data.config import AugmentConfig
 
-__all__ = ["Draw", "cut_out", "draw", "gather", "normalise", "pad_images"]
+__all__ = ["Draw", "cut_out", "draw", "draw_patches", "erase", "gather", "normalise", "pad_images"]
+
+# Random erasing as in timm: the patch's share of the image, the logarithm of its height over its width, tries until one fits.
+AREA = (0.02, 1 / 3)
+LOG_ASPECT = (math.log(0.3), -math.log(0.3))
+TRIES = 10
 
 
 class Draw(NamedTuple):
@@ -80,6 +86,45 @@ def cut_out(images: Tensor, side: int, choice: Draw) -> Tensor:
 
     hole = inside(choice.hole_row, height)[:, :, None] & inside(choice.hole_column, width)[:, None, :]
     return images.masked_fill(hole[:, None], 0.0)
+
+
+def draw_patches(
+    chance: float, count: int, size: tuple[int, int], device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
+    """Where to erase `count` images of `size` (rows, columns): [count, 4], top, left, height and width; 0 high and wide: nowhere.
+
+    Area and aspect are drawn as timm's RandomErasing draws them, for all images at once instead of one after the other.
+
+    >>> draw_patches(1.0, 5, (32, 48), torch.device("cpu")).shape
+    torch.Size([5, 4])
+    """
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device).mul_(high - low).add_(low)
+
+    rows, columns = size
+    area = uniform(*AREA, TRIES, count).mul_(rows * columns)
+    aspect = uniform(*LOG_ASPECT, TRIES, count).exp_()
+    height, width = (area * aspect).sqrt_().round_(), (area / aspect).sqrt_().round_()
+    fits = (height < rows) & (width < columns)
+    first = fits.int().argmax(0, keepdim=True)  # the first try that fits
+    wanted = (uniform(0, 1, count) < chance) & fits.any(0)
+    height, width = (side.gather(0, first)[0] * wanted for side in (height, width))
+    top = (uniform(0, 1, count) * (rows - height + 1)).floor_()
+    left = (uniform(0, 1, count) * (columns - width + 1)).floor_()
+    return torch.stack([top, left, height, width], 1).long()
+
+
+def erase(images: Tensor, patches: Tensor, noise: Tensor) -> Tensor:
+    """Normalised [B, C, H, W] with each patch (see `draw_patches`) filled from `noise` of the same shape."""
+
+    def inside(first: Tensor, side: Tensor, length: int) -> Tensor:
+        at = torch.arange(length, device=images.device)
+        return (at >= first[:, None]) & (at < (first + side)[:, None])
+
+    top, left, height, width = patches.unbind(1)
+    hole = inside(top, height, images.shape[2])[:, :, None] & inside(left, width, images.shape[3])[:, None, :]
+    return torch.where(hole[:, None], noise, images)
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:

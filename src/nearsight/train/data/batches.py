@@ -103,22 +103,28 @@ class _Finish:
     """The last steps on the device, shared by all kinds of batches: normalise, cut out, erase."""
 
     def __init__(self, data: DataConfig, source: Source, where: Where, training: bool, channels_last: bool) -> None:
-        self.average = source.mean
+        self.where, self.average = where, source.mean
         self.mean = torch.tensor(source.mean, device=where.device)
         self.std = torch.tensor(source.std, device=where.device)
         self.channels_last = channels_last
         self.cutout = data.augment.cutout if training else 0
-        self.erase: Any = None
-        if training and data.augment.erase:
-            from timm.data.random_erasing import RandomErasing
+        self.erase = data.augment.erase if training else 0.0
 
-            self.erase = RandomErasing(data.augment.erase, mode="pixel", device=str(where.device))
-
-    def __call__(self, images: Tensor, choice: augment.Draw | None) -> Tensor:
+    def __call__(self, images: Tensor, choice: augment.Draw | None, generator: torch.Generator | None = None) -> Tensor:
+        """`generator`: one that all processes share; without, each draws on its own."""
         out = augment.normalise(images, self.mean, self.std, self.channels_last)
         if choice is not None:
             out = augment.cut_out(out, self.cutout, choice)
-        return out if self.erase is None else self.erase(out)
+        return self._erased(out, generator) if self.erase else out
+
+    def _erased(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        batch, channels, rows, columns = images.shape
+        world, rank = (1, 0) if generator is None else (self.where.world, self.where.rank)
+        mine = slice(rank * batch, (rank + 1) * batch)
+        patches = augment.draw_patches(self.erase, world * batch, (rows, columns), images.device, generator)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        noise = torch.empty(world * batch, channels, rows, columns, device=images.device, memory_format=layout)
+        return augment.erase(images, patches[mine], noise.normal_(generator=generator)[mine])
 
 
 class OnDeviceBatches:
@@ -154,7 +160,8 @@ class OnDeviceBatches:
                 everybody = augment.draw(self.augment, self.batch_size * self.where.world, self.size, generator)
                 choice = everybody.share(self.where.rank, self.batch_size)
             valid = None if self.training else which >= 0
-            images = self.finish(augment.gather(self.pixels, which, self.size, choice), choice)
+            pixels = augment.gather(self.pixels, which, self.size, choice)
+            images = self.finish(pixels, choice, generator if self.training else None)
             yield Batch(images, self.labels[which], valid)
 
 
