@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,8 +81,6 @@ def open_subjects(sources: Sequence[str]) -> list[Subject]:
         subject = open_subject(source)
         # Two runs whose folders are called the same are called by their paths.
         found[source if subject.name in found else subject.name] = subject
-    import dataclasses
-
     return [dataclasses.replace(subject, name=name) for name, subject in found.items()]
 
 
@@ -101,9 +101,25 @@ def open_subject(source: str) -> Subject:
         prepare,
         lambda pixels: shown(opened, pixels),
         opened.classes or None,
-        f"Trained: {source}." if opened.trained else UNTRAINED,
+        trained_note(source) if opened.trained else UNTRAINED,
         opened.trained,
     )
+
+
+def trained_note(source: str) -> str:
+    """What a checkpoint says of its training; the name alone for networks that came another way."""
+    from nearsight.train import checkpoints
+
+    try:
+        state = checkpoints.find(source).state
+    except UserError:
+        return f"Trained: {source}."
+    metrics = state.get("metrics") or {}
+    share, images = metrics.get("accuracy"), metrics.get("images")
+    told = f": {100 * share:.1f} % of {images:,.0f} test images right" if share is not None and images else ""
+    source = state["config"]["data"]["source"]
+    # Of a folder its name, not where it lies: others may read the page.
+    return f"Trained on {Path(source.partition(':')[2] or source).name}{told}."
 
 
 def check_port(host: str, port: int) -> None:

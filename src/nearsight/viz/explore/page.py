@@ -23,6 +23,8 @@ MODES = [("What the clicked pixel attends to", GIVEN), ("What each location rece
 RADII = (0.02, 2.0, 0.01)
 CENTRE: Place = (0.5, 0.5)
 TOP = 5
+# Beyond this the upload itself is refused, by Gradio; what is smaller and too large is answered by `open_upload`.
+TRANSPORT = 4 * MAX_BYTES
 # Nothing on the page is fetched from elsewhere, and the browser is told to refuse it if something were.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -46,11 +48,12 @@ STYLE = """
 .panel {gap: 10px}
 .input img {image-rendering: pixelated; cursor: crosshair; width: 100% !important; object-fit: contain !important}
 .maps {background: #fff !important}
-.maps img {object-fit: contain !important; max-height: 560px; margin: 0 auto}
+.maps img {object-fit: contain !important; max-height: 540px; margin: 0 auto}
 #gallery .grid-container {grid-template-columns: repeat(4, 1fr) !important; gap: 4px !important}
 #gallery .gallery-item, #gallery .thumbnail-lg, #gallery img {min-width: 0; width: 100% !important; height: auto !important;
   aspect-ratio: 1; border-radius: 4px}
 #gallery .grid-wrap {padding: 6px}
+#gallery .grid-container {grid-auto-rows: min-content !important; align-content: start; height: auto !important}
 #mode .wrap {gap: 6px}
 #mode label, #compare label {font-size: .88rem; padding: 6px 8px}
 .peaks {display: flex; flex-wrap: wrap; gap: 3px 12px; font-size: .84rem; max-height: 5.6rem; overflow-y: auto}
@@ -275,8 +278,12 @@ def build_panel(explorer: Explorer, visitor: Visitor, network: str, key: str, vi
                     interactive=True,
                     elem_id=f"radius-{key}",
                 )
-                peaks_text = gr.HTML("", elem_id=f"peaks-{key}")
-                download = gr.DownloadButton("Download the figure (PNG)", size="sm", elem_id=f"download-{key}")
+                with gr.Row(equal_height=False):
+                    with gr.Column(scale=1, min_width=240):
+                        peaks_text = gr.HTML("", elem_id=f"peaks-{key}")
+                    download = gr.DownloadButton(
+                        "Download PNG", size="sm", elem_id=f"download-{key}", scale=0, min_width=130
+                    )
     return Panel(column, chosen, layer, note, shown, classes, maps, radius, peaks_text, download)
 
 
@@ -383,7 +390,7 @@ def serve(subjects: Sequence[Subject], host: str, port: int, *, browser: bool = 
         inbrowser=browser,
         quiet=True,
         prevent_thread_lock=not wait,
-        max_file_size=MAX_BYTES,
+        max_file_size=TRANSPORT,
         state_session_capacity=200,
         ssr_mode=False,
         footer_links=[],
