@@ -173,6 +173,23 @@ def test_the_papers_members():
     assert network.model.backbone.stride == 32
 
 
+def test_autocast_keeps_scores_and_boxes_in_float32(model):
+    images, targets = small_set(2)
+    model.eval()
+    want = model(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(images)
+        outputs = model.network(model.transform(images)[0].tensors)
+    assert outputs.logits.dtype == outputs.pred_boxes.dtype == torch.float32
+    # More than 8 bits: numbers that a bfloat16 does not hold.
+    assert not torch.equal(outputs.pred_boxes, outputs.pred_boxes.bfloat16().float())
+    torch.testing.assert_close(got[0]["scores"], want[0]["scores"], rtol=0, atol=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = model.train()(images, targets)
+    sum(losses.values()).backward()
+    assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
+
+
 def test_errors(model):
     with pytest.raises(ArgumentValueError, match="DETR: got no targets in training mode"):
         model([draw(0, 40, 40)[0]])

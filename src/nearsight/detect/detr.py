@@ -16,6 +16,7 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 from torchvision.ops import box_convert, clip_boxes_to_image
 from transformers import DetrConfig, DetrForObjectDetection, TimmBackboneConfig
+from transformers.models.detr.modeling_detr import DetrConvEncoder
 
 from nearsight.detect.backbone import accepts_mask, load_backbone_weights
 from nearsight.detect.batch import PadOnly, check_images, check_targets, padding_mask
@@ -48,6 +49,14 @@ class MaskedEncoder(nn.Module):
         return [(features, shrink_mask(key_mask, self.stride))]
 
 
+class Float32Linear(nn.Linear):
+    """A linear layer computed in float32 under autocast too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
 class Detr(nn.Module):
     """DETR called as every detector here: a list of images [3, H, W] from 0 to 1, of any sizes, and their targets.
 
@@ -69,10 +78,15 @@ class Detr(nn.Module):
     def __init__(self, network: Any, *, score_thresh: float = 0.0) -> None:
         super().__init__()
         # Swapped in after building: a subclass would save, and choose its loss, under its own name.
-        network.model.backbone = MaskedEncoder(network.model.backbone)
+        where = next(name for name, part in network.named_modules() if isinstance(part, DetrConvEncoder))
+        encoder = MaskedEncoder(network.get_submodule(where))
+        network.set_submodule(where, encoder)
+        # A box in bfloat16 is off by up to 1/512 of the image. In place, so that the weights keep their names.
+        for head in (network.class_labels_classifier, *network.bbox_predictor.layers):
+            head.__class__ = Float32Linear
         self.network, self.score_thresh = network, score_thresh
         cfg: Any = get_pretrained_cfg(network.config.backbone_config.backbone)
-        self.transform = PadOnly(cfg.mean, cfg.std, multiple=network.model.backbone.stride)
+        self.transform = PadOnly(cfg.mean, cfg.std, multiple=encoder.stride)
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         check_images(NAME, images)
@@ -161,7 +175,8 @@ def create_detr(
         num_queries: as many objects can be found in an image.
         score_thresh: see `Detr`.
     """
-    features: Any = timm.create_model(backbone, features_only=True)
+    with torch.device("meta"):
+        features: Any = timm.create_model(backbone, features_only=True)
     maps: dict[str, Any] = {"backbone": backbone, "out_indices": [len(features.feature_info) - 1]}
     options: dict[str, Any] = {
         "backbone_config": TimmBackboneConfig(**maps),
@@ -183,7 +198,8 @@ def create_detr(
         source = timm.create_model(backbone, pretrained=pretrained)
         if backbone_weights is not None:
             load_backbone_weights(source, backbone_weights)
-        target, weights = network.model.backbone.model.model, source.state_dict()
+        encoder = next(part for part in network.modules() if isinstance(part, DetrConvEncoder))
+        target, weights = encoder.model.model, source.state_dict()
         target.load_state_dict({name: weights[name] for name in target.state_dict()})
     return Detr(network, score_thresh=score_thresh)
 
