@@ -41,7 +41,9 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], source: str) -> Non
             f"{source} does not fit the model: {len(odd)} tensors differ, first {first}: got {got.get(first, 'none')}, "
             f"wanted {own.get(first, 'none')}."
         )
-    set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))  # type: ignore[arg-type]
+    # In the model's order: a sharded one scatters tensor by tensor, and a file's order differs between processes.
+    ordered: Any = {name: tensors[name] for name in own}
+    set_model_state_dict(model, ordered, options=StateDictOptions(full_state_dict=True))
 
 
 def model_names(model: nn.Module) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ def load_optimizer(
 ) -> None:
     """The inverse of `optimizer_state`."""
     state: dict[str, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *values["plain"].items()]:
+    for key, value in sorted([*tensors.items(), *values["plain"].items()], key=lambda item: item[0]):
         parameter, _, slot = key.rpartition(SEPARATOR)
         state.setdefault(parameter, {})[slot] = value
     groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in values["groups"]]
