@@ -159,7 +159,7 @@ def picture_of(split: Any, index: int) -> tuple[torch.Tensor, Objects]:
 
 def test_classes_are_matched_by_name(coco: Path) -> None:
     """The evaluation's file may number its categories differently, or list fewer."""
-    (coco / "annotations" / "instances_val.json").write_text(json.dumps(coco_keys(VAL, ids=(5, 2, 1))))
+    (coco / "annotations" / "instances_val.json").write_text(json.dumps(coco_keys(VAL, ids=(2, 5, 1))))
     source, _ = opened(settings(coco))
     assert source.classes == list(CLASSES)
     assert source.evaluation.objects_of(2).labels.tolist() == VAL[2].labels
