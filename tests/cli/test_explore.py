@@ -54,8 +54,9 @@ def test_says_what_another_host_means(served, port, capsys):
 def test_by_default_what_ships_and_the_other_mechanisms(monkeypatch):
     monkeypatch.setattr(weights, "names", list)
     assert explore.default_sources() == ["qna_vit_nano", "sasa_resnet_nano", "expatt_resnet_nano"]
-    monkeypatch.setattr(weights, "names", lambda: ["expatt_resnet_nano.cifar10", weights.DEFAULT])
-    assert explore.default_sources() == [weights.DEFAULT, "expatt_resnet_nano.cifar10", "sasa_resnet_nano"]
+    monkeypatch.setattr(weights, "DEFAULT", "qna_vit_nano.a")
+    monkeypatch.setattr(weights, "names", lambda: ["expatt_resnet_nano.a", "qna_vit_nano.a", "resnet_nano.a"])
+    assert explore.default_sources() == ["qna_vit_nano.a", "expatt_resnet_nano.a", "sasa_resnet_nano"]
 
 
 def test_a_runs_network_is_prepared_as_it_was_trained(tmp_path):
@@ -66,6 +67,9 @@ def test_a_runs_network_is_prepared_as_it_was_trained(tmp_path):
     shutil.copytree(run, other)
     first, second = explore.open_subjects([str(run), str(other)])
     assert (first.name, second.name) == ("digits", str(other))
+    named = run.rename(run.with_name("sasa_resnet_nano"))
+    pair = explore.open_subjects([str(named), "sasa_resnet_nano"])
+    assert [(one.name, one.trained) for one in pair] == [("sasa_resnet_nano", True), ("sasa_resnet_nano (2)", False)]
     assert first.trained
     assert re.fullmatch(r"Trained on digits: \d+\.\d % of 450 test images right\.", first.note)
     assert list(first.classes) == [str(n) for n in range(10)]

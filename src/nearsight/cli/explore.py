@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,12 +67,28 @@ def explore(
 
 
 def default_sources() -> list[str]:
-    """The networks that ship, the default first, and a small one of every mechanism that does not."""
+    """The networks that ship and have attention, the default first, and a small one of every mechanism that does not."""
     from nearsight import weights
 
-    shipped = sorted(weights.names(), key=lambda name: name != weights.DEFAULT)
+    shipped = [name for name in weights.names() if has_attention(name.partition(".")[0])]
     known = {name.partition(".")[0] for name in shipped}
-    return [*shipped, *(name for name in SMALL if name not in known)]
+    first = sorted(shipped, key=lambda name: name != weights.DEFAULT)
+    return [*first, *(name for name in SMALL if name not in known)]
+
+
+def has_attention(name: str) -> bool:
+    """Whether a network of the registry has layers to look into.
+
+    >>> has_attention("sasa_resnet_nano"), has_attention("resnet_nano")
+    (True, False)
+    """
+    import timm
+    import torch
+
+    from nearsight.viz.maps import attention_layers
+
+    with torch.device("meta"):
+        return bool(attention_layers(timm.create_model(name)))
 
 
 def open_subjects(sources: Sequence[str]) -> list[Subject]:
@@ -80,7 +97,8 @@ def open_subjects(sources: Sequence[str]) -> list[Subject]:
     for source in dict.fromkeys(sources):
         subject = open_subject(source)
         # Two runs whose folders are called the same are called by their paths.
-        found[source if subject.name in found else subject.name] = subject
+        names = itertools.chain([subject.name, source], (f"{source} ({n})" for n in itertools.count(2)))
+        found[next(name for name in names if name not in found)] = subject
     return [dataclasses.replace(subject, name=name) for name, subject in found.items()]
 
 
