@@ -219,3 +219,22 @@ def test_refused_inputs():
         stem(torch.zeros(1, 4, 5, 5))
     with pytest.raises(ArgumentTypeError, match=r"AttentionStem2d: got key_mask of dtype torch.float32"):
         stem(torch.zeros(1, 3, 5, 5), torch.ones(1, 5, 5))
+
+
+@pytest.mark.parametrize("values", ["mixture", "conv"])
+def test_pooled_is_norm_relu_and_max_pool(values):
+    stem = make(3, 8, num_heads=2, values=values)
+    norm = torch.nn.BatchNorm2d(8).double()
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
+    other = copy.deepcopy(norm)
+    x = randn(2, 3, 9, 14)
+    got = stem.pooled(x, norm)
+    want = F.max_pool2d(F.relu(other(stem(x))), 4, 4, ceil_mode=True)
+    assert torch.equal(got, want)
+    assert torch.equal(norm.running_var, other.running_var)
+    up = randn(*got.shape, seed=1)
+    parameters = list(stem.parameters())
+    for one, two in zip(
+        torch.autograd.grad(got, parameters, up), torch.autograd.grad(want, parameters, up), strict=True
+    ):
+        assert torch.equal(one, two)

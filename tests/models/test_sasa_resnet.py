@@ -289,6 +289,24 @@ def test_a_checkpoint_adapts_to_other_input_channels(name, tmp_path):
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_pooled_stem_is_the_stem_then_the_pooling(masked):
+    model = build("sasa_resnet26", layers=(1, 1, 1, 1)).train()
+    x = torch.randn(2, 3, 21, 30, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 21, 30, dtype=torch.bool) if masked else None
+    if mask is not None:
+        mask[0, :, 17:] = False
+    seen = []
+    apart, shrunk = model._pool(*model._stem(x, mask))
+    together, again = model._pooled_stem(x, mask)
+    assert torch.equal(apart, together)
+    assert (shrunk is None and again is None) or torch.equal(shrunk, again)
+    hook = model.act1.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    assert torch.equal(model._pooled_stem(x, mask)[0], apart)
+    assert seen == [(2, 64, 21, 30)]
+    hook.remove()
+
+
 def test_initialisation_keeps_the_layers_own():
     model = build("sasa_resnet26")
     assert isinstance(model.conv1, AttentionStem2d)
