@@ -272,6 +272,8 @@ def test_the_verbs(run: Any, coco: Path, tmp_path: Path, capsys: Any) -> None:
     assert "none" in capsys.readouterr().out
     assert main(["eval", folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 3
+    assert main(["eval", folder]) == 0
+    assert capsys.readouterr().out.endswith("val: 3 images, 6 objects\n")
     assert main(["push", folder, f"local-dir:{tmp_path / 'hub'}"]) == 2
     got = capsys.readouterr()
     assert "is a checkpoint of task 'detect', and timm's hub format holds classifiers; copy " in got.err

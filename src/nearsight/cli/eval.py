@@ -37,8 +37,11 @@ def evaluate(
     if as_json:
         print_json(found)
         return
+    notes = found.pop("notes", [])
     rows = [(key, f"{value:.6g}" if isinstance(value, float) else value) for key, value in found.items()]
     half = confidence(found)
     if half is not None:
         rows.append(("95 % interval of accuracy", f"± {half:.4f}"))
     console().print(table(str(path), ("what", "value"), rows))
+    for note in notes:
+        console().print(note, markup=False)
