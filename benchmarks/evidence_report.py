@@ -119,6 +119,7 @@ def cells(row: Row, out: Path, score: Score | None) -> list[str]:
         "not run yet" if score is None else str(score),
         number("parameters", 1e6, 2),
         number("macs", 1e9, 3),
+        number("epochs", 1, 0),
         f"{fast['images_per_s']:,.0f}" if fast else "–",
         f"{memory / 2**30:.1f}" if memory else "–",
         f"{statistics.mean(result['seconds'] for result in results):.0f}" if results else "–",
@@ -156,7 +157,7 @@ def section(table: Table, out: Path) -> str:
     if "accuracy" not in next(iter(table.rows.values())).metrics:
         return f"## {table.title}\n\n{table.about.strip()}\n\n{measured(table, out)}\n{runs(table, out)}"
     scores = {name: score_of(results_of(row, out)) for name, row in table.rows.items()}
-    head = ["", "accuracy", "params, M", "mult-adds, G", "images/s", "GiB", "s", "published"]
+    head = ["", "accuracy", "params, M", "mult-adds, G", "epochs", "images/s", "GiB", "s", "published"]
     parts = [f"## {table.title}\n\n{table.about.strip()}\n"]
     parts.append(markdown(head, [cells(row, out, scores[name]) for name, row in table.rows.items()]) + "\n")
     if table.claims:
@@ -176,6 +177,8 @@ def runs(table: Table, out: Path) -> str:
             changed = "".join(f" {change}" for change in result.get("changed", []))
             if result["ok"]:
                 said = f"{headline(row, result)} in {result['seconds']:.0f} s{beside}"
+                if result.get("replanned"):
+                    said += f", {result['epochs']} epochs instead of {result['replanned'][0]['from']} for want of time"
                 lines.append(f"- `{result['command']}{changed}` → {said} ({where})")
             else:
                 wrong.append(f"- `{result['command']}{changed}`: {result['reason']} ({where})")

@@ -40,7 +40,7 @@ tools on, not for decisions about people or safety.
 def ship(path: str | Path, folder: str | Path, overrides: Sequence[str] = (), **trained: Any) -> dict[str, Any]:
     """Write a run's network to `folder` (named architecture.tag) as float16 with a card, evaluated as it is written.
 
-    `overrides` say where the data is; `trained` is told in the card: recipe, gpu, seconds, commit, date. Returns the metrics.
+    `overrides` say where the data is; `trained` is told in the card: recipe, machine, seconds, commit, date, note. Returns the metrics.
     """
     target = Path(folder)
     network = load_network(path)
@@ -81,6 +81,7 @@ def _card(name: str, network: Any, metrics: dict[str, Any], trained: dict[str, A
         f"on one {trained['machine']}" if "machine" in trained else "",
         f"commit {trained['commit']}" if "commit" in trained else "",
         str(trained.get("date", "")),
+        str(trained.get("note", "")),
     ]
     shown = ", ".join(part for part in told if part)
     kept = sum(p.numel() for p in network.model.parameters())

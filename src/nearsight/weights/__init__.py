@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["DEFAULT", "file", "find", "names"]
 
 # What verbs use when no network is named.
-DEFAULT = "qna_vit_nano.cifar10"
+DEFAULT = "sasa_resnet_nano.cifar10"
 
 _ROOT = Path(str(resources.files(__name__)))
 _WEIGHTS = "model.safetensors"
