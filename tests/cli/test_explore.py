@@ -71,7 +71,10 @@ def test_a_runs_network_is_prepared_as_it_was_trained(tmp_path):
     pair = explore.open_subjects([str(named), "sasa_resnet_nano"])
     assert [(one.name, one.trained) for one in pair] == [("sasa_resnet_nano", True), ("sasa_resnet_nano (2)", False)]
     assert first.trained
-    assert re.fullmatch(r"Trained on digits: \d+\.\d % of 450 test images right\.", first.note)
+    wanted = (
+        r"Trained on digits: \d+\.\d % of 450 test images right\. It names one of its 10 classes whatever it is shown\."
+    )
+    assert re.fullmatch(wanted, first.note)
     assert list(first.classes) == [str(n) for n in range(10)]
     from nearsight.viz.explore.images import built_in
     from nearsight.viz.explore.views import look, predict

@@ -26,7 +26,7 @@ def test_the_slider_at_its_learned_place_shows_the_learned_map(explorer):
     layer = subject.layers[0]
     assert explorer.moved(subject, layer, 0.75) is None
     assert explorer.moved(subject, layer, 0.76) == 0.76
-    assert page.radius_label(0.7431) == "Radius σ (learned: 0.743); the map alone follows it"
+    assert page.radius_label(0.7431) == "Radius σ of the map (learned: 0.743)"
 
 
 def test_a_network_that_lacks_the_layer_shows_its_first(explorer):

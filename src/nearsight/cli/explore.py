@@ -119,12 +119,12 @@ def open_subject(source: str) -> Subject:
         prepare,
         lambda pixels: shown(opened, pixels),
         opened.classes or None,
-        trained_note(source) if opened.trained else UNTRAINED,
+        trained_note(source, len(opened.classes)) if opened.trained else UNTRAINED,
         opened.trained,
     )
 
 
-def trained_note(source: str) -> str:
+def trained_note(source: str, classes: int) -> str:
     """What a checkpoint says of its training; the name alone for networks that came another way."""
     from nearsight.train import checkpoints
 
@@ -135,9 +135,10 @@ def trained_note(source: str) -> str:
     metrics = state.get("metrics") or {}
     share, images = metrics.get("accuracy"), metrics.get("images")
     told = f": {100 * share:.1f} % of {images:,.0f} test images right" if share is not None and images else ""
+    limits = f" It names one of its {classes} classes whatever it is shown." if classes else ""
     source = state["config"]["data"]["source"]
     # Of a folder its name, not where it lies: others may read the page.
-    return f"Trained on {Path(source.partition(':')[2] or source).name}{told}."
+    return f"Trained on {Path(source.partition(':')[2] or source).name}{told}.{limits}"
 
 
 def check_port(host: str, port: int) -> None:

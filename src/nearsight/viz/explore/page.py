@@ -46,6 +46,7 @@ STYLE = """
 .random {color: #9a3412 !important; font-weight: 600}
 .dark .random {color: #fdba74 !important}
 .panel {gap: 10px}
+.panel .wrap-inner input {text-overflow: ellipsis !important; padding-right: 1.6rem !important}
 .input img {image-rendering: pixelated; cursor: crosshair; width: 100% !important; object-fit: contain !important}
 .maps {background: #fff !important}
 .maps img {object-fit: contain !important; max-height: 540px; margin: 0 auto}
@@ -149,7 +150,7 @@ def slider_value(radius: float) -> float:
 
 
 def radius_label(learned: float | None) -> str:
-    return "Radius σ" if learned is None else f"Radius σ (learned: {learned:.3f}); the map alone follows it"
+    return "Radius σ" if learned is None else f"Radius σ of the map (learned: {learned:.3f})"
 
 
 def note_html(subject: Subject) -> str:
