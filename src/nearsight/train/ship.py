@@ -40,7 +40,8 @@ tools on, not for decisions about people or safety.
 def ship(path: str | Path, folder: str | Path, overrides: Sequence[str] = (), **trained: Any) -> dict[str, Any]:
     """Write a run's network to `folder` (named architecture.tag) as float16 with a card, evaluated as it is written.
 
-    `overrides` say where the data is; `trained` is told in the card: recipe, machine, seconds, commit, date, note. Returns the metrics.
+    `overrides` say where the data is; `trained` is told in the card: recipe, machine, seconds, commit, date, note.
+    Returns the metrics.
     """
     target = Path(folder)
     network = load_network(path)
