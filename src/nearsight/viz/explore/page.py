@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import os
+import signal
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -382,23 +384,33 @@ def serve(subjects: Sequence[Subject], host: str, port: int, *, browser: bool = 
     """Show the page on a port until stopped; with `wait=False`, return the running page (its `close()` stops it)."""
     from starlette.middleware import Middleware
 
+    # Of this user alone, and gone with the page; Gradio's own place is one for all users of a machine, and stays.
+    folder = tempfile.TemporaryDirectory(prefix="nearsight-explore-", ignore_cleanup_errors=True)
+    os.environ["GRADIO_TEMP_DIR"] = folder.name
     page = build_page(subjects)
     page.queue(default_concurrency_limit=4, max_size=64)
-    page.launch(
-        server_name=host,
-        server_port=port,
-        share=False,
-        inbrowser=browser,
-        quiet=True,
-        prevent_thread_lock=not wait,
-        max_file_size=TRANSPORT,
-        state_session_capacity=200,
-        ssr_mode=False,
-        footer_links=[],
-        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-        css=STYLE,
-        app_kwargs={"middleware": [Middleware(NoOutsiders)]},
-    )
+    page.uploads = folder  # type: ignore[attr-defined]
+    if wait:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            inbrowser=browser,
+            quiet=True,
+            prevent_thread_lock=not wait,
+            max_file_size=TRANSPORT,
+            state_session_capacity=200,
+            ssr_mode=False,
+            footer_links=[],
+            theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+            css=STYLE,
+            app_kwargs={"middleware": [Middleware(NoOutsiders)]},
+        )
+    finally:
+        if wait:
+            folder.cleanup()
     return page
 
 
