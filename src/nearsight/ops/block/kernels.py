@@ -7,49 +7,18 @@ folded first (`triton_impl.score_table`): with the query's features x_c·[its ro
 Logits are in units of log₂e (the tables hold that factor), so that the exponential is one instruction.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from nearsight.ops.triton_support import INTERPRETED as RUN_BY_INTERPRETER
+from nearsight.ops.kernel_math import dot, dot_add, exp2, reciprocal
 
 __all__ = ["backward", "forward", "gradient_sums", "normalise"]
 
-INTERPRETED = tl.constexpr(RUN_BY_INTERPRETER)
-NVIDIA = tl.constexpr(not RUN_BY_INTERPRETER and torch.version.hip is None)
 LARGE = tl.constexpr(1e30)
 NOWHERE = tl.constexpr(255)
 LN2 = tl.constexpr(0.6931471805599453)
 # Sizes of one image: compiling again for each would cost a second per new size.
 RUNTIME = ["H", "W", "lines", "across", "heads", "x_b", "x_y", "x_x", "x_c"]
-
-
-@triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    # The interpreter multiplies bfloat16 as if its bits were integers.
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def _exp2(x):
-    # Triton's exp2 keeps subnormal results at three more instructions per logit; here they are zero.
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def _dot_add(a, b, acc, PRECISION: tl.constexpr):
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -97,7 +66,7 @@ def _diagonal(block, c: tl.constexpr, CIN: tl.constexpr, PRECISION: tl.constexpr
     b = tl.arange(0, 16)[None, :]
     spread = (a == _column(c, CIN)).to(tl.float32).to(block.dtype) + tl.zeros((16, 16), block.dtype)
     # Multiplied, not chosen: one instruction per element, before two of them are packed.
-    return (_dot(block, spread, PRECISION) * (a == b).to(tl.float32)).to(block.dtype)
+    return (dot(block, spread, PRECISION) * (a == b).to(tl.float32)).to(block.dtype)
 
 
 @triton.jit
@@ -105,18 +74,7 @@ def _turn(t, PRECISION: tl.constexpr):
     """t as a product's second operand. The tensor cores turn it: tᵀ as a result lies as t is read, lane by lane."""
     n: tl.constexpr = t.shape[1]
     one = (tl.arange(0, n)[:, None] == tl.arange(0, n)[None, :]).to(tl.float32).to(t.dtype)
-    return tl.trans(_dot(one, tl.trans(t), PRECISION).to(t.dtype))
-
-
-@triton.jit
-def _reciprocal(x):
-    # Of a sum that is at least 1: without the care for subnormal numbers.
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / x
+    return tl.trans(dot(one, tl.trans(t), PRECISION).to(t.dtype))
 
 
 @triton.jit
@@ -124,13 +82,13 @@ def _softmax(s, valid, MASKED: tl.constexpr):
     """Exponentials of logits in base 2 and one over their sum; zeros where nothing may be attended."""
     if MASKED:
         s = tl.where(valid[None, :], s, -LARGE)
-    p = _exp2(s - tl.max(s, 1)[:, None])
+    p = exp2(s - tl.max(s, 1)[:, None])
     if MASKED:
         p = tl.where(valid[None, :], p, 0.0)
         total = tl.sum(p, 1)
-        return p, tl.where(total > 0, _reciprocal(total), 0.0)
+        return p, tl.where(total > 0, reciprocal(total), 0.0)
     else:
-        return p, _reciprocal(tl.sum(p, 1))
+        return p, reciprocal(tl.sum(p, 1))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -211,21 +169,21 @@ def forward(
             if HAS_MASK:
                 valid = tl.load(mask_ptr + image * H * W + y * W + x, mask=inside, other=0) != 0
             block = _load_block(from_x, y * x_y + x * x_x, inside, x_c, CIN, dtype)
-            queries = (_dot(block, query_spread, PRECISION) * _owns(a, f)).to(dtype)
-            keys = tl.trans((_dot(block, key_spread, PRECISION) + codes).to(dtype))
+            queries = (dot(block, query_spread, PRECISION) * _owns(a, f)).to(dtype)
+            keys = tl.trans((dot(block, key_spread, PRECISION) + codes).to(dtype))
             if POOL:
                 next_sums = ()
                 next_squares = ()
             for g in tl.static_range(G):
-                q = _dot(queries, score[g], PRECISION).to(dtype)
-                p, scale = _softmax(_dot(q, keys, PRECISION), valid, MASKED)
+                q = dot(queries, score[g], PRECISION).to(dtype)
+                p, scale = _softmax(dot(q, keys, PRECISION), valid, MASKED)
                 v = tl.zeros((DP, 16), tl.float32)
                 for c in tl.static_range(CIN):
                     # Transposed, though symmetric: so it lies as the product reads it, without moving between lanes.
-                    v = _dot_add(value[g * CIN + c], tl.trans(_diagonal(block, c, CIN, PRECISION)), v, PRECISION)
+                    v = dot_add(value[g * CIN + c], tl.trans(_diagonal(block, c, CIN, PRECISION)), v, PRECISION)
                 if POOL:
                     # Channels in the rows: a maximum over places then stays within four lanes.
-                    out = _dot(v.to(dtype), tl.trans((p * scale[:, None]).to(dtype)), PRECISION)
+                    out = dot(v.to(dtype), tl.trans((p * scale[:, None]).to(dtype)), PRECISION)
                     if EDGE:
                         out = tl.where(inside[None, :], out, 0.0)
                     next_sums = next_sums + (sums[g] + out,)
@@ -240,7 +198,7 @@ def forward(
                     tl.store(to_out + to, (best * sign[g]).to(dtype), mask=there)
                     tl.store(place_ptr + pooled + to, first.to(tl.uint8), mask=there)
                 else:
-                    out = _dot(p.to(dtype), tl.trans(v.to(dtype)), PRECISION) * scale[:, None]
+                    out = dot(p.to(dtype), tl.trans(v.to(dtype)), PRECISION) * scale[:, None]
                     to = ((y * W + x) * heads * D)[:, None] + ((h0 + g) * D + d)[None, :]
                     there = inside[:, None] & (d < D)[None, :] & (h1 + g < heads)
                     tl.store(to_out + to, out.to(dtype), mask=there)
@@ -344,10 +302,10 @@ def backward(
                 valid = tl.load(mask_ptr + image * H * W + y * W + x, mask=inside, other=0) != 0
             block = _load_block(from_x, y * x_y + x * x_x, inside, x_c, CIN, dtype)
             block_t = tl.trans(block)
-            queries = (_dot(block, query_spread, PRECISION) * _owns(a, f)).to(dtype)
-            queries_t = (_dot(query_spread_t, block_t, PRECISION) * _owns(b, ft)).to(dtype)
-            keys = (_dot(block, key_spread, PRECISION) + codes).to(dtype)
-            keys_t = (_dot(key_spread_t, block_t, PRECISION) + codes_t).to(dtype)
+            queries = (dot(block, query_spread, PRECISION) * _owns(a, f)).to(dtype)
+            queries_t = (dot(query_spread_t, block_t, PRECISION) * _owns(b, ft)).to(dtype)
+            keys = (dot(block, key_spread, PRECISION) + codes).to(dtype)
+            keys_t = (dot(key_spread_t, block_t, PRECISION) + codes_t).to(dtype)
             next_dscore = ()
             next_dvalue = ()
             if NEED_DX:
@@ -364,14 +322,14 @@ def backward(
                     there = inside[:, None] & there
                     to = ((y * W + x) * heads * D)[:, None] + ((h0 + g) * D + d)[None, :]
                     grad = tl.load(from_grad + to, mask=there, other=0.0)
-                q = _dot(queries, score[g], PRECISION).to(dtype)
-                p, scale = _softmax(_dot(q, tl.trans(keys), PRECISION), valid, MASKED)
+                q = dot(queries, score[g], PRECISION).to(dtype)
+                p, scale = _softmax(dot(q, tl.trans(keys), PRECISION), valid, MASKED)
                 p = p * scale[:, None]
                 v = tl.zeros((16, DP), tl.float32)
                 for c in tl.static_range(CIN):
-                    v = _dot_add(_diagonal(block, c, CIN, PRECISION), value[g * CIN + c], v, PRECISION)
+                    v = dot_add(_diagonal(block, c, CIN, PRECISION), value[g * CIN + c], v, PRECISION)
                 if POOL:
-                    out = _dot(p.to(dtype), _turn(v.to(dtype), PRECISION), PRECISION)
+                    out = dot(p.to(dtype), _turn(v.to(dtype), PRECISION), PRECISION)
                     grad = tl.where(first == a, up * norm[3 * g], 0.0) - norm[3 * g + 1] - norm[3 * g + 2] * out
                     if EDGE:
                         grad = tl.where(inside[:, None], grad, 0.0)
@@ -379,18 +337,18 @@ def backward(
                     grad_right = _turn(grad, PRECISION)
                 else:
                     grad_right = grad
-                dp = _dot(grad, tl.trans(v.to(dtype)), PRECISION)
+                dp = dot(grad, tl.trans(v.to(dtype)), PRECISION)
                 ds = (p * (dp - tl.sum(p * dp, 1)[:, None])).to(dtype)
                 p_t = tl.trans(p.to(dtype))
                 for c in tl.static_range(CIN):
-                    z = _dot(_diagonal(block, c, CIN, PRECISION), p_t, PRECISION).to(dtype)
-                    next_dvalue = next_dvalue + (_dot_add(z, grad_right, dvalue[g * CIN + c], PRECISION),)
-                dq_t = _dot(keys_t, tl.trans(ds), PRECISION).to(dtype)
-                next_dscore = next_dscore + (_dot_add(queries_t, tl.trans(dq_t), dscore[g], PRECISION),)
+                    z = dot(_diagonal(block, c, CIN, PRECISION), p_t, PRECISION).to(dtype)
+                    next_dvalue = next_dvalue + (dot_add(z, grad_right, dvalue[g * CIN + c], PRECISION),)
+                dq_t = dot(keys_t, tl.trans(ds), PRECISION).to(dtype)
+                next_dscore = next_dscore + (dot_add(queries_t, tl.trans(dq_t), dscore[g], PRECISION),)
                 if NEED_DX:
-                    dqueries = _dot_add(tl.trans(dq_t), tl.trans(score[g]), dqueries, PRECISION)
-                    dkeys = _dot_add(tl.trans(ds), q, dkeys, PRECISION)
-                    dv = _dot(p_t, grad_right, PRECISION)
+                    dqueries = dot_add(tl.trans(dq_t), tl.trans(score[g]), dqueries, PRECISION)
+                    dkeys = dot_add(tl.trans(ds), q, dkeys, PRECISION)
+                    dv = dot(p_t, grad_right, PRECISION)
                     for c in tl.static_range(CIN):
                         mine = tl.sum(dv * value[g * CIN + c].to(tl.float32), 1)
                         direct += tl.where(c8 == c, mine[:, None], 0.0)
