@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(no_silent_downcasting|copy keyword).*"),
 ]
 SASA, EXPLICIT, QNA = "sasa_resnet_nano", "expatt_resnet_nano", "qna_vit_nano"
-PATIENCE = 60_000
+PATIENCE = 30_000
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,11 @@ class Tab:
             "([where, old]) => { const now = document.querySelector(where); return now && now.src !== old }",
             arg=[picture, before],
         )
-        # The numbers come in the same answer, a moment before or after the picture.
-        self.page.wait_for_timeout(100)
+
+    def says(self, panel, **facts):
+        """Wait until the panel's numbers are of this pixel, mode or network: they may come a moment after the picture."""
+        wanted = "".join(f'[data-{key}="{value}"]' for key, value in facts.items())
+        self.page.locator(f"#peaks-{panel} .peaks{wanted}").wait_for(timeout=PATIENCE)
 
     def click(self, pixel, panel="a"):
         """Click the middle of a pixel of the input."""
@@ -100,6 +103,7 @@ class Tab:
         box = image.bounding_box()
         down, across = place_of(pixel, SIZE)
         self.after(lambda: image.click(position={"x": across * box["width"], "y": down * box["height"]}), panel)
+        self.says(panel, pixel=f"{pixel[0]},{pixel[1]}")
 
     def choose(self, control, value):
         self.page.locator(f"#{control} input").click()
@@ -236,7 +240,8 @@ def test_radius_follows_the_slider_and_received_the_switch(visitor, subjects):
     tab = visitor()
     slider = tab.page.locator("#radius-a input[type=range]")
     slider.wait_for(state="hidden")
-    tab.after(lambda: tab.choose("network-a", EXPLICIT))
+    tab.choose("network-a", EXPLICIT)
+    tab.says("a", network=EXPLICIT)
     slider.wait_for(state="visible")
     layer = subjects[EXPLICIT].layers[0]
     tab.click((3, 30))
@@ -252,9 +257,10 @@ def test_radius_follows_the_slider_and_received_the_switch(visitor, subjects):
     assert tab.facts()["values"] > learned["values"]
     image = built_in()[0].image
     tab.choose("network-a", QNA)
-    tab.page.wait_for_selector(f'#peaks-a .peaks[data-network="{QNA}"]')
+    tab.says("a", network=QNA)
     slider.wait_for(state="hidden")
     tab.after(lambda: tab.page.locator("#mode label").nth(1).click())
+    tab.says("a", mode="received")
     facts = tab.facts()
     received = reference(subjects[QNA], image, subjects[QNA].layers[0], (0, 0)).received[0]
     assert facts["mode"] == "received"
@@ -294,6 +300,7 @@ def test_two_networks_side_by_side(visitor, subjects):
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
     # A click in either moves both.
     tab.click((6, 2), "b")
+    tab.says("a", pixel="6,2")
     assert [tab.facts(key)["pixel"] for key in "ab"] == ["6,2", "6,2"]
     assert [tab.facts(key)["network"] for key in "ab"] == [SASA, EXPLICIT]
     image = built_in()[0].image
