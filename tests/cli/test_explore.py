@@ -15,10 +15,10 @@ from nearsight.errors import UserError
 @pytest.fixture
 def served(monkeypatch):
     """Every call that would have shown a page."""
-    from nearsight.viz.explore import page
+    from nearsight.viz.explore import serve
 
     calls = []
-    monkeypatch.setattr(page, "serve", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(serve, "serve", lambda *args, **options: calls.append((args, options)))
     return calls
 
 
@@ -115,7 +115,7 @@ def test_a_port_in_use_is_named():
 
 def test_without_gradio_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "nearsight.viz.explore.page", raising=False)
+    monkeypatch.delitem(sys.modules, "nearsight.viz.explore.serve", raising=False)
     assert main(["explore", "no_such_network"]) == 2
     wanted = "nearsight explore: needs gradio, which is not installed; run: pip install 'nearsight[explore]'.\n"
     assert capsys.readouterr().err == wanted

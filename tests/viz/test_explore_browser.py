@@ -37,7 +37,7 @@ def subjects():
 
 @pytest.fixture(scope="module")
 def address(subjects):
-    from nearsight.viz.explore.page import serve
+    from nearsight.viz.explore.serve import serve
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

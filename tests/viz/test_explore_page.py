@@ -1,6 +1,7 @@
 """The explorer's page without a browser: what it answers, what it escapes, what it keeps to itself."""
 
 import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -11,14 +12,14 @@ from tests.support.subjects import rectangle
 
 gradio = pytest.importorskip("gradio", reason="the explorer's page needs the extra `explore`")
 
-from nearsight.viz.explore import page  # noqa: E402  (imports gradio)
+from nearsight.viz.explore import answers, page, serve  # noqa: E402  (they import gradio)
 
 EXPLICIT = "expatt_resnet_nano"
 
 
 @pytest.fixture(scope="module")
 def explorer():
-    return page.Explorer([rectangle(EXPLICIT)])
+    return answers.Explorer([rectangle(EXPLICIT)])
 
 
 def test_the_slider_at_its_learned_place_shows_the_learned_map(explorer):
@@ -26,11 +27,11 @@ def test_the_slider_at_its_learned_place_shows_the_learned_map(explorer):
     layer = subject.layers[0]
     assert explorer.moved(subject, layer, 0.75) is None
     assert explorer.moved(subject, layer, 0.76) == 0.76
-    assert page.radius_label(0.7431) == "Radius σ of the map (learned: 0.743)"
+    assert answers.radius_label(0.7431) == "Radius σ of the map (learned: 0.743)"
 
 
 def test_a_network_that_lacks_the_layer_shows_its_first(explorer):
-    who = page.Visitor(built_in()[0])
+    who = answers.Visitor(built_in()[0])
     layer, note, radius, classes, shown, maps, peaks, download = explorer.panel(who, GIVEN, EXPLICIT, "no.such.layer")
     assert layer["value"] == explorer.subjects[EXPLICIT].layers[0]
     assert note == '<p class="note random">Random weights, for a test.</p>'
@@ -45,10 +46,12 @@ def test_a_network_that_lacks_the_layer_shows_its_first(explorer):
 def test_names_are_text_never_markup(explorer):
     subject = explorer.subjects[EXPLICIT]
     view = look(subject, built_in()[0].image, subject.layers[0], (0.5, 0.5))
-    shown = page.peaks_html(view, '"><script>', 0.1) + page.status_html("<img src=x onerror=alert(1)>.png is no image")
+    shown = answers.peaks_html(view, '"><script>', 0.1) + answers.status_html(
+        "<img src=x onerror=alert(1)>.png is no image"
+    )
     assert "<script>" not in shown
     assert "<img" not in shown
-    evil = page.Visitor(Shown("<b>../../x</b>.png", built_in()[0].image))
+    evil = answers.Visitor(Shown("<b>../../x</b>.png", built_in()[0].image))
     file = explorer.pictures(evil, GIVEN, EXPLICIT, subject.layers[0], 0.75)[1]
     assert re.fullmatch(r"[\w.#-]+", file.rpartition("/")[2])
 
@@ -58,5 +61,6 @@ def test_the_page_tells_nobody_and_offers_no_api(explorer):
     config = built.get_config_file()
     assert config["analytics_enabled"] is False
     assert {one["api_visibility"] for one in config["dependencies"]} == {"private"}
-    assert "http:" not in page.STYLE + page.POLICY
-    assert "https:" not in page.STYLE + page.POLICY
+    style = Path(serve.__file__).with_name("style.css").read_text(encoding="utf-8")
+    for outside in ("http:", "https:", "//", "@import"):
+        assert outside not in style + serve.POLICY

@@ -55,7 +55,7 @@ def explore(
     Everything stays on this machine: the page asks for nothing from elsewhere, and uploads are forgotten with the session.
     """
     # Before networks are loaded: the extra may be missing.
-    from nearsight.viz.explore.page import serve
+    from nearsight.viz.explore.serve import serve
 
     subjects = open_subjects(sources or default_sources())
     check_port(host, port)

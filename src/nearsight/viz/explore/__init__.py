@@ -1,1 +1,4 @@
-"""The explorer: click a pixel, see what it attends to. `page` needs the extra `explore`; the rest knows nothing of pages."""
+"""The explorer: click a pixel, see what it attends to.
+
+`images`, `subjects`, `views` and `draw` are pure and know of no page; `answers`, `page` and `serve` need the extra `explore`.
+"""
