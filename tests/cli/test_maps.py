@@ -136,7 +136,9 @@ def test_mistakes(runs, tmp_path, capsys):
     assert "--figures: no figure 'recieved'. Did you mean 'received'?" in mistake(capsys, run, "--figures", "recieved")
     assert "no attention layer is named 'stages.9'." in mistake(capsys, run, "--layers", "stages.9")
     assert "has none of the figures asked for" in mistake(capsys, run, "--figures", "mixture")
-    assert mistake(capsys, "nowhere", "--compare") == "nearsight maps: no run 'nowhere'; --compare takes runs' folders."
+    assert mistake(capsys, "nowhere", "--compare") == (
+        "nearsight maps: no run 'nowhere'; --compare takes runs' folders and the names of shipped networks."
+    )
     assert "which has no attention layer of nearsight" in mistake(capsys, "resnet10t", "flower")
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"no image")

@@ -195,6 +195,7 @@ def _of_parameters(opened: Opened, layers: list[str] | None, wanted: list[str]) 
 
 def _compared(runs: list[str], notes: list[str]) -> Iterator[Made]:
     """Figures of several runs."""
+    from nearsight import weights
     from nearsight.models.flops import count_flops, count_parameters
     from nearsight.train.inference import load_network
     from nearsight.train.log import read_log
@@ -206,8 +207,8 @@ def _compared(runs: list[str], notes: list[str]) -> Iterator[Made]:
     facts: dict[str, RunFacts] = {}
     radii: dict[str, Any] = {}
     for run, name in zip(runs, names, strict=True):
-        if not Path(run).is_dir():
-            raise UserError(f"no run {run!r}; --compare takes runs' folders.")
+        if not Path(run).is_dir() and not weights.find(run):
+            raise UserError(f"no run {run!r}; --compare takes runs' folders and the names of shipped networks.")
         network = load_network(run)
         rows = read_log(Path(run))
         if rows:

@@ -61,16 +61,17 @@ def draw_received(picture: Picture, maps: LayerMaps, heads: Sequence[int] | None
     sheet = Sheet(1 + len(shown), maps.image_size, f"{_who(maps)}: attention received from all queries")
     sheet.picture(sheet.axes[0], picture.shown)
     sheet.label(sheet.axes[0], "image")
-    low, high, colours = (float(over[shown].min()), float(over[shown].max()), SEQUENTIAL) if shown else (0.0, 1.0, "")
+    # A few locations may receive ten times what the others do: the bar's ends are pointed where colours stop.
+    low, high = np.quantile(over[shown], (0.005, 0.995)).tolist() if shown else (0.0, 1.0)
     # The image shows through as light and shade: pale enough to leave the colours as the bar has them.
     light = picture.shown if picture.shown.ndim == 2 else picture.shown.mean(-1)
     image = None
     for axis, head in zip(sheet.axes[1:], shown, strict=True):
         axis.imshow(light, cmap="gray", vmin=-1.5, vmax=1, interpolation="nearest")
-        image = axis.imshow(over[head], cmap=colours, vmin=low, vmax=high, alpha=0.8, interpolation="nearest")
+        image = axis.imshow(over[head], cmap=SEQUENTIAL, vmin=low, vmax=high, alpha=0.8, interpolation="nearest")
         sheet.label(axis, f"head {head}")
     if image is not None:
-        sheet.colour_bar(image, "sum of weights")
+        sheet.colour_bar(image, "sum of weights", pointed=True)
     return Drawing(
         file_name(picture.name, maps.name, "received"),
         sheet.figure,
@@ -179,29 +180,28 @@ def draw_parts(picture: Picture, group: Sequence[LayerMaps], pixels: Sequence[Pa
         f"{who}: what the terms of the attention say (mean of {first.heads} heads)",
         columns=across,
         width=1.6,
-        label_lines=2,
         below=0.3,
         gap=0.3,
         bar=False,
     )
     numbers: dict[str, Any] = {"pixels": np.array(pixels), "image": picture.shown}
-    for line, pixel in enumerate(pixels):
+    shown = [(title, key, _numpy(maps_of[index].mean((1, 2)))) for title, key, maps_of in columns]
+    views = [_view(np.stack([means[line] > 0 for _, _, means in shown]), first.grid) for line in range(len(pixels))]
+    for line, (pixel, view) in enumerate(zip(pixels, views, strict=True)):
         axis = sheet.axes[line * across]
         sheet.picture(axis, picture.shown, pixel)
+        if view != (0, 0, *first.grid):
+            sheet.frame(axis, first.image_size, first.grid, view)
         sheet.label(axis, f"pixel ({pixel[0]}, {pixel[1]})")
-    for column, (title, key, maps_of) in enumerate(columns, 1):
-        means = _numpy(maps_of[index].mean((1, 2)))
+    for column, (title, key, means) in enumerate(shown, 1):
         numbers[key] = means
         low, high = float(means[means > 0].min(initial=np.inf)), float(means.max())
-        low = min(low, high)
-        for line, number in enumerate(means):
+        for line, (number, (top, left, bottom, right)) in enumerate(zip(means, views, strict=True)):
             axis = sheet.axes[line * across + column]
-            image = sheet.map(axis, number, low, high, SEQUENTIAL, seen=number > 0)
-            axis.set_aspect("auto")
-            grid = number.shape
-            cell = first.cells[line]
-            at = tuple(c * g // q for c, g, q in zip(cell, grid, first.query_grid, strict=True))
-            sheet.mark(axis, (at[0], at[1]), (grid[0], grid[1]))
+            image = sheet.map(axis, number, min(low, high), high, SEQUENTIAL, seen=number > 0)
+            axis.set(xlim=(left - 0.5, right - 0.5), ylim=(bottom - 0.5, top - 0.5), aspect="auto")
+            at = tuple(c * g // q for c, g, q in zip(first.cells[line], first.grid, first.query_grid, strict=True))
+            sheet.mark(axis, (at[0], at[1]), (bottom - top, right - left))
             sheet.label(axis, title)
             if line == len(means) - 1:
                 sheet.bar_below(image, axis, "")

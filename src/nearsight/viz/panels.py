@@ -92,12 +92,12 @@ class Sheet:
             "\n".join(textwrap.wrap(text, int(self.panel / (LABEL_SIZE * LETTER)))), fontsize=LABEL_SIZE, pad=2.5
         )
 
-    def colour_bar(self, image: Any, label: str) -> None:
-        """The one scale of all panels."""
+    def colour_bar(self, image: Any, label: str, pointed: bool = False) -> None:
+        """The one scale of all panels; `pointed` says that some numbers lie beyond its ends."""
         x, y, height = self.bar_box
         tall = min(height, 3.0)
         axis = self.figure.add_axes((x / self.wide, (y + height - tall) / self.tall, 0.1 / self.wide, tall / self.tall))
-        self._bar(image, axis, label, "vertical", tall)
+        self._bar(image, axis, label, "vertical", tall, "both" if pointed else "neither")
 
     def bar_below(self, image: Any, axis: Any, label: str) -> None:
         """A scale of its own below one panel, where columns cannot share one."""
@@ -105,10 +105,10 @@ class Sheet:
         below = self.figure.add_axes((box.x0, box.y0 - 0.12 / self.tall, box.width, 0.07 / self.tall))
         self._bar(image, below, label, "horizontal", self.panel)
 
-    def _bar(self, image: Any, axis: Any, label: str, orientation: Any, length: float) -> None:
+    def _bar(self, image: Any, axis: Any, label: str, orientation: Any, length: float, extend: Any = "neither") -> None:
         from matplotlib.ticker import MaxNLocator
 
-        bar = self.figure.colorbar(image, cax=axis, orientation=orientation)
+        bar = self.figure.colorbar(image, cax=axis, orientation=orientation, extend=extend)
         bar.ax.tick_params(labelsize=6.5, length=2, pad=1.5)
         bar.locator = MaxNLocator(max(1, min(5, int(length / 0.35))))
         bar.formatter.set_powerlimits((-2, 3))  # type: ignore[attr-defined]
