@@ -43,6 +43,8 @@ def small(**sections: Any) -> RunConfig:
 
 def _child(keys: dict[str, Any], run: str, options: dict[str, Any], env: dict[str, str]) -> None:
     os.environ.update(env)
+    if options.get("group"):
+        os.setpgid(0, 0)
     import torch
 
     torch.set_num_threads(1)
@@ -55,7 +57,8 @@ def _child(keys: dict[str, Any], run: str, options: dict[str, Any], env: dict[st
         if trainer.place.step == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if trainer.place.step == stop_at:
-            os.kill(os.getpid(), options.get("signal", signal.SIGTERM))
+            number = options.get("signal", signal.SIGTERM)
+            os.killpg(0, number) if options.get("group") else os.kill(os.getpid(), number)
 
     if die_writing is not None:
         plain, written = checkpoints._write_bytes, [0]
@@ -83,7 +86,8 @@ def _context() -> Any:
 
 
 def start(config: RunConfig, run: Path, **options: Any) -> Any:
-    """A run in a child process. Options: resume, die_at=step, die_writing=file number, stop_at=step, signal."""
+    """A run in a child process. Options: resume, die_at=step, die_writing=file number, stop_at=step, signal, group (its
+    process group gets the signal, workers too)."""
     process = _context().Process(target=_child, args=(config.model_dump(mode="json"), str(run), options, {}))
     process.start()
     return process

@@ -69,6 +69,14 @@ def test_a_signal_saves_and_ends_cleanly(straight: dict[str, bytes], tmp_path: P
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_leaves_the_workers_alone(tmp_path: Path, number: int) -> None:
+    """As Ctrl-C in a terminal, `timeout` and job schedulers send it."""
+    config = exact(data={"on_device": False, "workers": 2})
+    assert train(config, tmp_path / "run", stop_at=4, signal=number, group=True) == 128 + number
+    assert checkpoints.listed(tmp_path / "run")[-1].name == "step-00000004"
+
+
 def test_loader_path_and_accumulation_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     config = exact(
         data={"on_device": False, "batch_size": 32, "augment": {"auto": "rand-m3-n1"}}, train={"accumulate": 2}

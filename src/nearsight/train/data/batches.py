@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,7 @@ __all__ = [
     "Where",
     "build_batches",
     "count_batches",
+    "leave_signals_to_the_run",
     "make_loader",
     "plan",
     "read_good",
@@ -251,6 +253,12 @@ def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str
     )
 
 
+def leave_signals_to_the_run(worker: int) -> None:
+    """In a worker: ignore what Ctrl-C and `kill` send to the whole process group; the run ends its workers itself."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def make_loader(
     samples: Any, order: Order, collate: Any, workers: int, where: Where
 ) -> torch.utils.data.DataLoader[Any]:
@@ -262,6 +270,7 @@ def make_loader(
         collate_fn=collate,
         pin_memory=where.device.type == "cuda",
         persistent_workers=workers > 0,
+        worker_init_fn=leave_signals_to_the_run,
         # Its own, so that making an iterator leaves the run's random state alone.
         generator=torch.Generator(),
     )
@@ -327,6 +336,7 @@ class StreamedBatches:
             num_workers=data.workers,
             drop_last=training,
             pin_memory=where.device.type == "cuda",
+            worker_init_fn=leave_signals_to_the_run,
             generator=torch.Generator(),
         )
 
