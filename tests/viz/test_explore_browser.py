@@ -36,7 +36,21 @@ def subjects():
 
 
 @pytest.fixture(scope="module")
-def address(subjects):
+def looked_up():
+    """Hosts the server's process asked for by name."""
+    hosts, real = [], socket.getaddrinfo
+
+    def remember(host, *args, **options):
+        hosts.append(host)
+        return real(host, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", remember)
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def address(subjects, looked_up):
     from nearsight.viz.explore.serve import serve
 
     with socket.socket() as probe:
@@ -166,7 +180,7 @@ def photo(path, seed=0):
     return path
 
 
-def test_upload_and_click_show_the_maps_of_that_pixel(visitor, subjects, tmp_path):
+def test_upload_and_click_show_the_maps_of_that_pixel(visitor, subjects, tmp_path, looked_up):
     tab = visitor()
     file = photo(tmp_path / "mine.png")
     image = Image.open(file).convert("RGB")
@@ -199,7 +213,8 @@ def test_upload_and_click_show_the_maps_of_that_pixel(visitor, subjects, tmp_pat
     assert download.value.suggested_filename == f"{SASA}_mine.png_{layer}_given_20-3.png"
     with open(download.value.path(), "rb") as saved:
         assert saved.read() == png
-    # Nothing was asked of anyone else.
+    # Nothing was asked of anyone else, by the page or by the server.
+    assert set(looked_up) <= {"127.0.0.1", b"127.0.0.1", "localhost", b"localhost"}
     outside = [url for url in tab.asked if not url.startswith((tab.page.url, "data:", "blob:"))]
     assert outside == []
     assert tab.faults == []
