@@ -114,9 +114,10 @@ def cells(row: Row, out: Path, score: Score | None) -> list[str]:
     def number(key: str, scale: float, digits: int) -> str:
         return f"{known[key] / scale:.{digits}f}" if known.get(key) is not None else "–"
 
+    missing = "no result, see below" if results_of(row, out) else "not run yet"
     return [
         row.says,
-        "not run yet" if score is None else str(score),
+        missing if score is None else str(score),
         number("parameters", 1e6, 2),
         number("macs", 1e9, 3),
         number("epochs", 1, 0),

@@ -92,6 +92,7 @@ def test_verdicts_follow_from_the_runs(tmp_path: Path, attention: float | None, 
     text = report.section(table, tmp_path)
     assert "94.50 ± 0.10 (3 seeds)" in text
     assert ("Runs that did not end well" in text) == (attention is None)
+    assert ("| no result, see below |" in text) == (attention is None)
     assert f"| {said} |" in text
 
 

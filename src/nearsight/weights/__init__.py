@@ -1,8 +1,8 @@
 """Trained networks that come with the package, each a checkpoint folder of float16 weights with a model card (README.md).
 
-timm.create_model("qna_vit_nano.cifar10", pretrained=True)    # offline
-nearsight predict photo.jpg                                   # DEFAULT
-nearsight eval qna_vit_nano.cifar10 data.root=FOLDER          # the card's number again
+timm.create_model("sasa_resnet_nano.cifar10", pretrained=True)   # offline
+nearsight predict photo.jpg                                      # DEFAULT
+nearsight eval sasa_resnet_nano.cifar10 data.root=FOLDER         # the card's number again
 """
 
 from __future__ import annotations
