@@ -163,6 +163,35 @@ def test_dtypes_and_empty_batches(case, dtype):
     assert layer_maps(layer, x, []).weights.shape == (2, 0, layer.num_heads, *SIZE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_as_on_a_cpu(case):
+    layer, x, key_mask = made(case).float(), torch.randn(2, 8, *SIZE), some_mask()
+    cells = [(1, 2), (0, 0)]
+    here = layer_maps(layer, x, cells, content=True, kernels=True, key_mask=key_mask)
+    there = layer_maps(layer.cuda(), x.cuda(), cells, content=True, kernels=True, key_mask=key_mask.cuda())
+    for name in ("weights", "softmax", "outside", "content", "received", "kernels"):
+        wanted, got = getattr(here, name), getattr(there, name)
+        assert (wanted is None) == (got is None)
+        if got is not None:
+            assert got.is_cuda
+            assert (got.cpu() - wanted).abs().max() < 1e-4, name
+    half = layer_maps(layer.bfloat16(), x.cuda().bfloat16(), cells, key_mask=key_mask.cuda())
+    assert (half.weights.cpu() - here.weights).abs().max() < 0.15
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu():
+    model = timm.create_model("qna_vit_nano").cuda()
+    images = torch.randn(1, 3, 32, 48, device="cuda")
+    exact = attention_maps(model, images, pixels=[(3, 40)])
+    with torch.autocast("cuda", torch.bfloat16):
+        rough = attention_maps(model, images, pixels=[(3, 40)])
+    for name, maps in exact.items():
+        assert rough[name].weights.dtype == torch.float32
+        assert (rough[name].weights - maps.weights).abs().max() < 0.1
+
+
 def test_autocast_changes_nothing_much():
     layer, x = made("local").float(), torch.randn(1, 8, *SIZE)
     with torch.autocast("cpu", torch.bfloat16):
@@ -234,6 +263,16 @@ def test_every_layer_of_a_network_in_the_order_it_runs(name):
     model(images)
     handle.remove()
     assert torch.allclose(layer_maps(layer, seen[0]).received, found[last].received, atol=1e-4)
+
+
+def test_the_stem_of_a_network():
+    model = timm.create_model("sasa_resnet_nano", stem="attention")
+    found = attention_maps(model, torch.randn(1, 3, 18, 26), pixels=[(17, 25)])
+    maps = found["conv1"]
+    assert next(iter(found)) == "conv1"
+    assert (maps.kind, maps.grid, maps.cells) == ("stem", (18, 26), [(17, 25)])
+    # The last block is cut by the image: two by two pixels are left of its four by four.
+    assert {tuple(at) for at in maps.weights[0, 0, 0].nonzero().tolist()} == {(16, 24), (16, 25), (17, 24), (17, 25)}
 
 
 @pytest.mark.parametrize("kind", ["local", "qna", "explicit_augmented", "attention_augmented"])
