@@ -52,9 +52,9 @@ def detector(kind):
 def images():
     """One image, and a larger one that makes it padded.
 
-    The first ends within a pixel, and so do its maps of stride 4 to 32 (9×17 to 2×3): a stride of 2 reaches over an odd side.
+    The maps of the first have an odd side at every stride from 2 (17×33) to 32 (2×3): a stride of 2 reaches over it.
     """
-    return draw(0, 35, 67)[0], draw(1, 70, 140)[0]
+    return draw(0, 33, 66)[0], draw(1, 70, 140)[0]
 
 
 def apart(first, second):
@@ -105,6 +105,19 @@ def every_answer(model, small, *others):
         answers = torch.cat([logits, offsets], -1)[0]
         kept.append(answers if mask is None else answers[model._valid_anchors(mask)[0]])
     return torch.cat(kept)
+
+
+@pytest.mark.parametrize("kind", ["attention", "convolution", "convolution heads"])
+@torch.no_grad()
+def test_a_padded_image_is_answered_as_one_without_any_padding(kind):
+    """What no detector is asked, but every layer of it could be: the image as it is, no mask."""
+    model = detector(kind).double()
+    small, large = (image.double() for image in images())
+    bare, _ = model.dense(model.transform.normalize(small)[None])
+    wanted = torch.cat(
+        [torch.cat(level, -1)[0] for level in zip(bare["cls_logits"], bare["bbox_regression"], strict=True)]
+    )
+    assert (every_answer(model, small, large) - wanted).abs().max() < 2e-6
 
 
 def masked_layers(model):

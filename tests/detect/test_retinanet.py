@@ -77,7 +77,8 @@ def test_half_types(dtype):
 def test_anchors_lie_where_their_cells_do():
     """A level of stride s: 6 anchors around (x·s, y·s), rows before columns, sizes 4s and 4√2·s, ratios ½, 1, 2."""
     model = create_detector("sasa_retinanet_nano", num_classes=3)
-    levels = model.level_anchors(torch.zeros(1, 3, 64, 128))
+    levels = model.level_anchors(torch.zeros(1, 3, 64, 128, dtype=torch.bfloat16))
+    assert all(level.dtype == torch.float32 for level in levels)
     assert [len(level) for level in levels] == [6 * 8 * 16, 6 * 4 * 8, 6 * 2 * 4, 6 * 1 * 2]
     for stride, level in zip((8, 16, 32, 64), levels, strict=True):
         grid = level.reshape(64 // stride, 128 // stride, 6, 4)
