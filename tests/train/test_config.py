@@ -34,7 +34,7 @@ from tests.train.support import SMALL, small
             "data.on_device=true data.augment.auto=rand-m9",
             "data.on_device: got true with data.augment.auto, which runs in workers",
         ),
-        ("task=clasify", "task: got 'clasify', wanted one of classify. Did you mean 'classify'?"),
+        ("task=clasify", "task: got 'clasify', wanted one of classify, detect, reconstruct. Did you mean 'classify'?"),
         ("optimizer", "got 'optimizer', wanted KEY=VALUE"),
     ],
 )
