@@ -56,9 +56,12 @@ def address(subjects, looked_up):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    page = serve(list(subjects.values()), "127.0.0.1", port, wait=False)
-    yield f"http://127.0.0.1:{port}/"
-    page.close(verbose=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", "")  # put back what was there before
+        page = serve(list(subjects.values()), "127.0.0.1", port, wait=False)
+        yield f"http://127.0.0.1:{port}/"
+        page.close(verbose=False)
+        page.uploads.cleanup()
 
 
 @pytest.fixture(scope="module")
