@@ -176,8 +176,8 @@ def test_sums_alone_obey_the_error_rule(monkeypatch, stride, combine, tables):
     monkeypatch.setattr(Sums, "of", classmethod(lambda cls, *a: cls(*a[:4], *a[5:])))
     monkeypatch.setattr(sums, "GROUP", 7 * 10 * 2 * HEADS * DIM)
     options = {"window": (3, 5), "stride": stride, "combine": combine}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        given = inputs(3, 7, 10, (3, 5), dtype=dtype, tables=tables, spread=1.5)
+    for dtype, dim in ((torch.float32, DIM), (torch.float32, 17), (torch.bfloat16, DIM), (torch.float16, DIM)):
+        given = inputs(3, 7, 10, (3, 5), dtype=dtype, tables=tables, spread=1.5, dim=dim)
         assert_by_error_rule(on("torch", **options), on("reference", **options), given)
 
 

@@ -464,18 +464,19 @@ def _scatter_column(
 
 @triton.jit
 def _store_partial(
-    partial, sums, first: tl.constexpr, tx, h, add,
-    KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+    partial, sums, first: tl.constexpr, tx, h, again,
+    KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Sum entries `first`… of `sums` over the program's pixels and store them as column tx of a table [KH, KW, L, HEADS].
 
-    `add` says that the program stored there before and adds to it.
+    With ADD, `again` says that the program stored there before and adds to it. Without, there is no load: each costs compile time.
     """
     for ty in tl.static_range(KH):
         for l in tl.static_range(L):
             at = partial + ((ty * KW + tx) * L + l) * HEADS + h
             total = tl.sum(sums[first + ty * L + l], axis=0, keep_dims=True)
-            total += tl.load(at, mask=(h < HEADS) & add, other=0.0)
+            if ADD:
+                total += tl.load(at, mask=(h < HEADS) & again, other=0.0)
             tl.store(at, total, mask=h < HEADS)
 
 
@@ -564,9 +565,9 @@ def backward(
                 )  # fmt: skip
                 again = h[None, :] < step * HEADS
                 if WANT_BIAS:
-                    _store_partial(dbias, db, 0, tx, h[None, :], again, KH, KW, L, HEADS)
+                    _store_partial(dbias, db, 0, tx, h[None, :], again, KH, KW, L, HEADS, True)
                 if WANT_SCALE:
-                    _store_partial(dscale, dw, 0, tx, h[None, :], again, KH, KW, L, HEADS)
+                    _store_partial(dscale, dw, 0, tx, h[None, :], again, KH, KW, L, HEADS, True)
             # One lane stores what several load in the next step.
             tl.debug_barrier()
         for r in tl.static_range(ROWS):
@@ -581,6 +582,6 @@ def backward(
     if UNROLL:
         for tx in tl.static_range(KW):
             if WANT_BIAS:
-                _store_partial(dbias, db, tx * KH * L, tx, h[None, :], h[None, :] < 0, KH, KW, L, HEADS)
+                _store_partial(dbias, db, tx * KH * L, tx, h[None, :], False, KH, KW, L, HEADS, False)
             if WANT_SCALE:
-                _store_partial(dscale, dw, tx * KH * L, tx, h[None, :], h[None, :] < 0, KH, KW, L, HEADS)
+                _store_partial(dscale, dw, tx * KH * L, tx, h[None, :], False, KH, KW, L, HEADS, False)
