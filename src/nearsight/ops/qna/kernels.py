@@ -469,7 +469,7 @@ def _store_partial(
 ):  # fmt: skip
     """Sum entries `first`… of `sums` over the program's pixels and store them as column tx of a table [KH, KW, L, HEADS].
 
-    With ADD, `again` says that the program stored there before and adds to it. Without, there is no load: each costs compile time.
+    With ADD, `again` says that the program stored there before and adds to it. Without, no load: each costs compile time.
     """
     for ty in tl.static_range(KH):
         for l in tl.static_range(L):
