@@ -28,8 +28,9 @@ def make(dtype=FLOAT, size=(4, 8), batch=1, heads=2, dim=8, inputs=3, tables="bo
 
     return {
         "x": draw(batch, *size, inputs),
-        "w_q": draw(heads * dim, inputs, scale=dim**-0.5),
-        "w_k": draw(heads * dim, inputs),
+        # As the layer starts: logits near 1.
+        "w_q": draw(heads * dim, inputs, scale=(dim * inputs) ** -0.5),
+        "w_k": draw(heads * dim, inputs, scale=inputs**-0.5),
         "w_v": draw(*((16,) if places else ()), heads * dim, inputs),
         "rel_row": draw(7, dim // 2) if tables in ("both", "row") else None,
         "rel_col": draw(7, dim // 2) if tables in ("both", "column") else None,
@@ -107,7 +108,7 @@ def test_blocks_without_any_key():
 @interpreted
 def test_large_logits():
     inputs = make(size=(4, 8))
-    inputs["w_q"] *= 20
+    inputs["w_q"] *= 30
     compare(inputs)
 
 
@@ -208,7 +209,7 @@ def fused(weight, bias, running, **tensors):
 
 
 @interpreted
-@pytest.mark.parametrize("size", [(4, 8), (5, 3)])
+@pytest.mark.parametrize("size", [(4, 8), (5, 6)])
 @pytest.mark.parametrize("of_batch", [True, False])
 def test_pooled(size, of_batch):
     inputs = make(size=size, batch=2)

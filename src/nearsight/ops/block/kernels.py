@@ -10,7 +10,7 @@ Logits are in units of log₂e (the tables hold that factor), so that the expone
 import triton
 import triton.language as tl
 
-from nearsight.ops.kernel_math import dot, dot_add, exp2, reciprocal
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, reciprocal
 
 __all__ = ["backward", "forward", "gradient_sums", "normalise"]
 

@@ -1,4 +1,4 @@
-"""Arithmetic that kernels share: products that the interpreter can do too, exponentials and reciprocals in one instruction."""
+"""Products that the interpreter can do too; exponentials and reciprocals in one instruction."""
 
 import torch
 import triton

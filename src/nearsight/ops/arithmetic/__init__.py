@@ -1,0 +1,1 @@
+"""Arithmetic that the ops' kernels share."""
