@@ -32,7 +32,7 @@ EXAMPLES = examples(
     "nearsight maps runs/demo/qna_vit_nano test:3  # all figures of one test image",
     "nearsight maps runs/demo/sasa_resnet_nano digit.png --pixels 8,8 --layers layer1 --figures given",
     "nearsight maps qna_vit_tiny flower --figures received -o maps/qna  # untrained weights, a built-in photo",
-    "nearsight maps runs/demo/* --compare  # curves, accuracy against cost, radius against depth",
+    "nearsight maps runs/demo/*_nano --compare  # curves, accuracy against cost, radius against depth",
 )
 Pair = tuple[int, int]
 
@@ -55,7 +55,7 @@ def maps(
     images: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[IMAGE]...",
+            metavar="IMAGE",
             help="Image files; test:N for the N-th image of a run's evaluation split; flower or china (built in).",
         ),
     ] = None,

@@ -23,8 +23,8 @@ from nearsight.ops.windows import tap_offsets, window_padding
 __all__ = ["EXTRACTORS", "Extractor", "Given", "extractor_of"]
 
 Pair = tuple[int, int]
-# Numbers held at once while summing what is received: 64 MB of float32.
-BUDGET = 1 << 24
+# Numbers held at once while summing what is received: 32 MB of float32.
+BUDGET = 1 << 23
 
 
 class Given(NamedTuple):
