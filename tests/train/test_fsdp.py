@@ -79,6 +79,10 @@ def test_sharded_runs_learn_what_others_do_and_resume_exactly(tmp_path: Path) ->
         first, second = (checkpoints.open_checkpoint(path).tensors(name) for path in ends)
         assert first.keys() == second.keys()
         assert [key for key in first if not torch.equal(first[key], second[key])] == []
+    # A checkpoint does not say who wrote it: the one of two plain processes goes on sharded.
+    launch(tmp_path / "changed", sharded=False, train={"max_steps": 3})
+    launch(tmp_path / "changed", sharded=True, resume=True)
+    assert losses(tmp_path / "changed")[-3:] == pytest.approx(losses(tmp_path / "plain")[-3:], rel=1e-4)
 
 
 def test_tensors_are_loaded_in_the_models_order(monkeypatch: Any) -> None:

@@ -152,7 +152,7 @@ def test_a_perfect_image_has_a_finite_psnr() -> None:
 
 def test_training_order_and_flips_do_not_reach_the_evaluation(folder: Path) -> None:
     one, two = (
-        build_task(config(folder, train={"seed": s}, data={"augment": {"flip": 1.0}}), CPU, print) for s in (0, 1)
+        build_task(config(folder, train={"seed": n}, data={"augment": {"flip": float(n)}}), CPU, print) for n in (0, 1)
     )
     batches = [next(iter(task.evaluation.epoch(0))).images for task in (one, two)]  # type: ignore[attr-defined]
     assert torch.equal(*batches)
