@@ -1,11 +1,14 @@
 """Block attention's Triton kernels on a GPU: the error rule at real sizes, determinism, memory, graphs, compilation."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from nearsight import AttentionStem2d
 from nearsight.ops import block_attention
-from tests.ops.triton.test_block import BFLOAT, FLOAT, HALF, make
+from nearsight.ops.block import pooled
+from tests.ops.triton.test_block import BFLOAT, FLOAT, HALF, composed, fused, make
 from tests.support.accuracy import assert_by_error_rule
 
 pytestmark = pytest.mark.gpu
@@ -105,3 +108,42 @@ def test_the_layer_trains_alike_with_and_without_the_kernel():
     wide = torch.autograd.grad(stem.cpu().double()(x.cpu().double()), list(stem.parameters()), up.cpu().double())
     for one, other in zip(got, wide, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, atol=1e-4 * float(other.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+@pytest.mark.parametrize("size", [(24, 20), (13, 30)])
+@pytest.mark.parametrize("of_batch", [True, False])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_pooled(dtype, size, of_batch, at_once, monkeypatch):
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(pooled, name, getattr(pooled, name)._replace(heads=at_once))
+    inputs = make(dtype, size, batch=3, heads=2, dim=16)
+    generator = torch.Generator().manual_seed(1)
+    inputs["weight"] = torch.randn(32, generator=generator).to(dtype)
+    inputs["bias"] = torch.randn(32, generator=generator).to(dtype)
+    running = None if of_batch else (torch.rand(2, 32, generator=generator) + 0.5).cuda()
+    assert_by_error_rule(partial(fused, running=running), partial(composed, running=running), on_gpu(inputs))
+
+
+def test_the_pooled_layer_trains_alike_with_and_without_the_kernel():
+    """A hook on the norm asks for the layers one by one. float32: losses equal to 1e-3 relative."""
+    x, target = torch.randn(8, 3, 30, 44, device="cuda"), torch.randn(8, 64, 8, 11, device="cuda")
+
+    def losses(watch):
+        torch.manual_seed(0)
+        stem, norm = AttentionStem2d(3, 64).cuda(), torch.nn.BatchNorm2d(64).cuda()
+        if watch:
+            norm.register_forward_hook(lambda module, inputs, output: None)
+        optimizer = torch.optim.SGD([*stem.parameters(), *norm.parameters()], lr=0.1)
+        found = []
+        for _ in range(10):
+            loss = (stem.pooled(x, norm) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found, norm.running_var
+
+    (one, var), (other, want) = losses(False), losses(True)
+    assert one == pytest.approx(other, rel=1e-3)
+    torch.testing.assert_close(var, want, rtol=1e-3, atol=1e-6)
