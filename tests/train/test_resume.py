@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +73,25 @@ def test_a_signal_saves_and_ends_cleanly(straight: dict[str, bytes], tmp_path: P
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_the_whole_group_leaves_the_workers_alone(tmp_path: Path, number: int) -> None:
-    """As Ctrl-C in a terminal, `timeout` and job schedulers send it."""
-    config = exact(data={"on_device": False, "workers": 2})
-    assert train(config, tmp_path / "run", stop_at=4, signal=number, group=True) == 128 + number
-    assert checkpoints.listed(tmp_path / "run")[-1].name == "step-00000004"
+    """As Ctrl-C in a terminal, `timeout` and job schedulers send it: to the run and to its data workers."""
+    run = tmp_path / "run"
+    keys = ["data.on_device=false", "data.workers=2", "schedule.epochs=1000", "log.every=1", "train.device=cpu"]
+    command = [sys.executable, "-m", "nearsight", "train", "digits/conv_nano", *keys, "--out", str(run)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        log = run / "log.jsonl"
+        while process.poll() is None and (not log.is_file() or '"step": 3' not in log.read_text()):
+            time.sleep(0.1)
+        os.killpg(process.pid, number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in said.decode()
+    assert f"stopped by {signal.Signals(number).name} after step" in " ".join(said.decode().split())
+    assert checkpoints.listed(run)
 
 
 def test_loader_path_and_accumulation_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

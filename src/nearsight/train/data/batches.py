@@ -5,8 +5,8 @@ be resumed at any step and split over any number of workers without changing a p
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -254,9 +254,9 @@ def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str
 
 
 def leave_signals_to_the_run(worker: int) -> None:
-    """In a worker: ignore what Ctrl-C and `kill` send to the whole process group; the run ends its workers itself."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """In a worker: stay out of reach of what Ctrl-C and `timeout` send to the run's process group; the run ends its workers."""
+    if hasattr(os, "setpgrp"):  # not on Windows
+        os.setpgrp()
 
 
 def make_loader(
