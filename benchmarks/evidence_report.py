@@ -193,69 +193,77 @@ def runs(table: Table, out: Path) -> str:
 
 def radius_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None:
     """The learned radius of every augmented layer against depth; None where there is no run to draw."""
-    rows = [row for row in tables["expatt"].rows.values() if any("radius" in r for r in results_of(row, out))]
-    shown = [row for row in rows if row.name in ("gaussian", "exp_euclidean", "exp_manhattan")]
-    if not shown:
-        return None
-    import matplotlib
+    from nearsight.viz.run_figures import draw_radii
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    shown: dict[str, dict[str, list[float]]] = {}
+    for row in (row for name in RADII for row in tables[name].rows.values()):
+        found = [result["radius"] for result in results_of(row, out) if "radius" in result]
+        if found and row.name not in APART:  # seeds averaged; the file has the layers in the network's order
+            shown[f"{row.table}: {row.says}"] = {
+                layer: [statistics.mean(values) for values in zip(*(radii[layer] for radii in found), strict=True)]
+                for layer in found[0]
+            }
+    return _save(draw_radii(shown).figure, folder, "results-radius.png") if shown else None
 
-    figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-    for row in shown:
-        radii = [r["radius"] for r in results_of(row, out) if "radius" in r]
-        # Stage 4 learns a radius in its first layer only; the names sort in the network's order.
-        depth = range(1, len(radii[0]) + 1)
-        means = [statistics.mean(r[name][0] for r in radii) for name in radii[0]]
-        axes.plot(depth, means, marker="o", markersize=3, label=row.says)
-    axes.axhline(0.75, color="0.7", linewidth=0.8, zorder=0)
-    axes.set(xlabel="augmented layer, from the input on", ylabel="learned radius σ (share of the map's side)")
-    axes.legend(frameon=False)
-    return _save(figure, folder, "results-radius.png")
+
+# Tables with networks that learn a radius, and rows that would hide the others in the figure.
+RADII = ("expatt", "nano")
+APART = ("per_head", "no_offset", "with_aa")
+COSTS = ("parameters, M", "multiply-adds, G", "seconds of training, alone on the GPU")
+
+
+def cost_points(table: Table, out: Path) -> list[tuple[str, Score, list[float | None]]]:
+    """(row, accuracy on the test set, its COSTS; None where not measured). A row that was not trained as planned says so."""
+    points = []
+    for row in table.rows.values():
+        results = [r for r in results_of(row, out) if r["ok"] and r["split"] == "test" and "accuracy" in r]
+        score = score_of(results)
+        if score is None:
+            continue
+        speed = read_result(out / "speed" / f"{row.table}-{row.name}.jsonl")
+        rate = speed["images_per_s"] if speed is not None and speed["ok"] else None
+        seconds = results[0]["steps"] * results[0]["batch"] / rate if rate else None
+        costs = [results[0]["parameters"] / 1e6, results[0]["macs"] / 1e9, seconds]
+        short = f", {results[0]['epochs']} epochs" if results[0].get("replanned") else ""
+        points.append((row.says + short, score, costs))
+    return points
 
 
 def cost_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None:
-    """Accuracy against parameters, multiply-adds and seconds of training; None where there is no run to draw."""
-    points: dict[str, list[tuple[str, float, list[float | None]]]] = {}
-    for table in tables.values():
-        for row in table.rows.values():
-            results = [r for r in results_of(row, out) if r["ok"] and r["split"] == "test" and "accuracy" in r]
-            score = score_of(results)
-            if score is None:
-                continue
-            speed = read_result(out / "speed" / f"{row.table}-{row.name}.jsonl")
-            rate = speed["images_per_s"] if speed is not None and speed["ok"] else None
-            seconds = results[0]["steps"] * results[0]["batch"] / rate if rate else None
-            costs = [results[0]["parameters"] / 1e6, results[0]["macs"] / 1e9, seconds]
-            points.setdefault(table.name, []).append((row.says, score.mean, costs))
-    if not points:
+    """Accuracy against parameters, multiply-adds and seconds of training, a line of panels per table; None without runs.
+
+    Bars are two standard errors either way; costs that nobody measured have no panel.
+    """
+    from matplotlib.figure import Figure
+
+    from nearsight.viz.run_figures import COLOURS, MARKERS
+
+    drawn = {name: found for name, table in tables.items() if len(found := cost_points(table, out)) > 1}
+    if not drawn:
         return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names = ("parameters, M", "multiply-adds, G", "seconds of training, alone on the GPU")
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
-    for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
-        for table_name, rows in points.items():
-            known = [(costs[number], mean, says) for says, mean, costs in rows if costs[number] is not None]
-            axis.scatter([k[0] for k in known], [k[1] for k in known], s=16, label=table_name)
-            for x, y, says in known[:2]:
-                axis.annotate(says, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
-        axis.set_xlabel(name)
-    axes[0].set_ylabel("test accuracy, %")
-    axes[0].legend(frameon=False, fontsize=8)
+    known = [i for i in range(len(COSTS)) if any(costs[i] is not None for p in drawn.values() for *_, costs in p)]
+    figure = Figure(figsize=(3.2 * len(known) + 2.6, 2.9 * len(drawn)), dpi=110, layout="constrained")
+    grid = figure.subplots(len(drawn), len(known), squeeze=False, sharey="row")
+    for axes, (name, points) in zip(grid, drawn.items(), strict=True):
+        spread = pooled([score for _, score, _ in points])
+        for number, (says, score, costs) in enumerate(points):
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            for axis, cost in zip(axes, (costs[i] for i in known), strict=True):
+                if cost is not None:
+                    bar = 2 * error_of(score, spread)
+                    axis.errorbar(cost, score.mean, bar, ls="", ms=7, capsize=3, elinewidth=1, label=says, **style)
+        for axis, i in zip(axes, known, strict=True):
+            axis.margins(0.15)
+            axis.set_xlabel(COSTS[i])
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel(f"{name}: test accuracy, %")
+        axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     return _save(figure, folder, "results-cost.png")
 
 
 def _save(figure: Any, folder: Path, name: str) -> str:
-    from matplotlib import pyplot as plt
-
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / name, dpi=130, metadata={"Software": None})
-    plt.close(figure)
     return name
 
 
@@ -266,7 +274,7 @@ def page(out: Path, figures: dict[str, str | None]) -> str:
         parts.append(f"![Accuracy against parameters, multiply-adds and training time]({IMAGES}/{figures['cost']})\n")
     for name, table in read_tables().items():
         parts.append(section(table, out))
-        if name == "expatt" and figures.get("radius"):
+        if name == RADII[-1] and figures.get("radius"):
             parts.append(f"![Learned radius of every augmented layer against depth]({IMAGES}/{figures['radius']})\n")
     return "\n".join(parts).rstrip() + "\n"
 

@@ -118,6 +118,7 @@ def test_a_step_back_anywhere_breaks_a_chain(tmp_path: Path) -> None:
 
 def test_the_page_repeats_itself(tmp_path: Path) -> None:
     put(tmp_path / "r", "expatt/gaussian", 0.95, radius={"layer1.0.conv2.attention": [0.5], "layer1.1.x": [0.7]})
+    put(tmp_path / "r", "expatt/conv", 0.94)
     page = tmp_path / "docs" / "results.md"
     page.parent.mkdir()
     words = ["--out", str(tmp_path / "r"), "--page", str(page)]
@@ -128,6 +129,21 @@ def test_the_page_repeats_itself(tmp_path: Path) -> None:
     assert (page.parent / "images" / "results-cost.png").is_file()
     put(tmp_path / "r", "expatt/gaussian", 0.951)
     assert report.main([*words, "--check"]) == 1
+
+
+def test_costs_and_radii_come_from_the_runs(tmp_path: Path) -> None:
+    for seed, radius in enumerate((0.4, 0.6)):
+        put(tmp_path, "expatt/gaussian", 0.95, seed, radius={"layer1": [radius], "layer2": [1.0]}, parameters=5_000_000)
+    put(tmp_path, "expatt/conv", 0.94, epochs=9, replanned=[{"from": 40, "to": 9}])
+    put(tmp_path, "expatt/per_head", 0.94, radius={"layer1": [0.1, 0.2]}, split="held out: 10% of train")
+    speed = {"ok": True, "images_per_s": 1024.0}
+    rows.write_result(tmp_path / "speed" / "expatt-conv.jsonl", speed)
+    (conv, _, costs), (says, score, others) = report.cost_points(TABLES["expatt"], tmp_path)
+    assert (conv, costs) == ("convolution, 9 epochs", [2.0, 3.0, 50.0])
+    assert (says, score.runs, others) == ("gaussian", 2, [5.0, 3.0, None])
+    assert report.cost_figure(TABLES, tmp_path, tmp_path / "i") == "results-cost.png"
+    assert report.radius_figure(TABLES, tmp_path, tmp_path / "i") == "results-radius.png"
+    assert (tmp_path / "i" / "results-radius.png").stat().st_size > 5000
 
 
 def test_the_page_in_the_repository_is_what_its_files_say() -> None:
