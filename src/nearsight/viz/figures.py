@@ -49,7 +49,7 @@ def draw_received(picture: Picture, maps: LayerMaps, heads: Sequence[int] | None
     """Per head, the attention each location receives from all queries, over the image (QnA's Figure 1).
 
     >>> import nearsight, torch
-    >>> maps = nearsight.attention_maps(nearsight.LocalAttention2d(1, 8, num_heads=8), torch.rand(1, 1, 12, 16))
+    >>> maps = nearsight.attention_maps(nearsight.LocalAttention2d(1, 16, num_heads=8), torch.rand(1, 1, 12, 16))
     >>> drawing = draw_received(Picture("noise", np.zeros((12, 16))), maps[""])
     >>> drawing.name, drawing.numbers["received"].shape
     ('noise_received', (8, 12, 16))
