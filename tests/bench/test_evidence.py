@@ -178,6 +178,29 @@ def test_jobs_run_together_and_late_ones_are_stopped(tmp_path: Path) -> None:
     assert evidence.outcome(ended["2"], {}, 3)[0]["reason"].startswith("stopped after")
 
 
+@pytest.mark.parametrize("key", ["expatt/gaussian", "detect/bccd"])
+def test_an_outcome_is_the_averaged_networks(tmp_path: Path, key: str) -> None:
+    """Metrics of the moving average where there is one, the row's own metrics and no others, and the learned radii."""
+    import torch
+    from safetensors.torch import save_file
+
+    (row,) = rows.chosen([key])
+    done = job(tmp_path, "pass")
+    assert done.process.wait() == 0
+    (tmp_path / "run").mkdir()
+    save_file({"a.log_radius": torch.tensor([0.0]), "b.weight": torch.ones(2)}, tmp_path / "run" / "model.safetensors")
+    (tmp_path / "run" / "summary.json").write_text('{"peak_memory_bytes": 5}')
+    told = {"images": 9.0, "step": 3, "seconds": 1.5, "images_per_s": 2.0, "checkpoint": str(tmp_path / "run")}
+    for number, name in enumerate(("accuracy", "loss", "mAP", "mAP50")):
+        told |= {name: 0.1 * number, f"ema_{name}": 0.1 * number + 0.05}
+    (tmp_path / "stdout").write_text(json.dumps(told))
+    done.row = row
+    result, _ = evidence.outcome(done, {}, 2)
+    wanted = {"accuracy": 0.05, "loss": 0.15} if row.table == "expatt" else {"mAP": 0.25, "mAP50": 0.35}
+    assert {name: result[name] for name in ("accuracy", "loss", "mAP", "mAP50") if name in result} == wanted
+    assert (result["radius"], result["images"], result["peak_memory_bytes"]) == ({"a": [1.0]}, 9, 5)
+
+
 def test_after_the_deadline_nothing_starts(tmp_path: Path) -> None:
     queue = (job(tmp_path / "x", "pass") for _ in range(1))
     assert list(evidence.tend(queue, 1, time.monotonic() - 1)) == []
