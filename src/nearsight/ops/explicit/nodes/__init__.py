@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-PROJECT = Tile(16, 32, 4, 3)
+PROJECT = Tile(16, 64, 4, 2)
 EXPAND = Tile(16, 32, 4, 1)
 NODE_CHANNELS = 8
 
