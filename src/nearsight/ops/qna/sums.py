@@ -49,11 +49,12 @@ class Sums:
         if position_bias is not None:
             self.bias = (self.bias - self.bias.amax((1, 2, 3), keepdim=True)).exp_()
         self.scale = None if tap_scale is None else self._kernel(tap_scale)
-        self.total = self._sum(self.raised, self.bias)
+        self.total = self._sum(self.raised, self._turned(self.bias))
         self.values = values.float().flatten(3)
         # [block, block·D], a one where a channel belongs to a head: a product with it copies each head's number D times, exactly.
-        block = max(n for n in range(1, 9) if queries * heads % n == 0)
+        block = max(n for n in (1, 2, 3, 4) if queries * heads % n == 0)
         self.ones = torch.eye(block).repeat_interleave(self.dim, dim=1)
+        self.one_head = torch.ones(self.dim)
 
     @classmethod
     def of(
@@ -80,15 +81,19 @@ class Sums:
     def _kernel(table: Tensor) -> Tensor:
         return table.float().flatten(2).permute(2, 0, 1)[:, None].contiguous()
 
-    def _sum(self, pixels: Tensor, kernel: Tensor) -> Tensor:
-        """[B, H, W, channels] summed over the windows, weighted by kernel [channels, 1, kh, kw]."""
-        planes, groups = pixels.permute(0, 3, 1, 2), kernel.shape[0]
+    def _turned(self, kernel: Tensor) -> Tensor:
+        """The kernel as `_sum` takes it."""
+        return kernel.flip(2, 3) if self.stride == [1, 1] else kernel
+
+    def _sum(self, pixels: Tensor, turned: Tensor) -> Tensor:
+        """[B, H, W, channels] summed over the windows, weighted by a kernel [channels, 1, kh, kw]."""
+        planes, groups = pixels.permute(0, 3, 1, 2), turned.shape[0]
         if self.stride == [1, 1]:
             # The same sum, seen from the pixels; oneDNN's code for that takes half the time at 3×3.
-            summed = torch.conv_transpose2d(planes, kernel.flip(2, 3), None, 1, self.padding, groups=groups)
+            summed = torch.conv_transpose2d(planes, turned, None, 1, self.padding, groups=groups)
         else:
-            summed = torch.conv2d(planes, kernel, None, self.stride, self.padding, groups=groups)
-        return summed.permute(0, 2, 3, 1)
+            summed = torch.conv2d(planes, turned, None, self.stride, self.padding, groups=groups)
+        return _pixels(summed)
 
     def _sum_backward(self, grad: Tensor, pixels: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
         of_pixels, of_kernel, _ = torch.ops.aten.convolution_backward(
@@ -104,7 +109,7 @@ class Sums:
             kernel.shape[0],
             [True, True, False],
         )
-        return of_pixels.permute(0, 2, 3, 1), of_kernel
+        return _pixels(of_pixels), of_kernel
 
     def _groups(self) -> Iterator[slice]:
         """A few images at a time: what is made of them stays in the cache, in memory that is used again."""
@@ -128,9 +133,9 @@ class Sums:
         torch.mm(x.reshape(-1, self.ones.shape[0]), self.ones, out=out.view(-1, self.ones.shape[1]))
         return out
 
-    def _add_up(self, x: Tensor) -> Tensor:
+    def _add_up(self, x: Tensor, out: Tensor) -> None:
         """[…, L, heads, D] → […, L·heads], summed over D."""
-        return torch.mv(x.view(-1, self.dim), x.new_ones(self.dim)).view(*x.shape[:3], -1)
+        torch.mv(x.view(-1, self.dim), self.one_head, out=out.view(-1))
 
     def _per_channel(self, x: Tensor) -> Tensor:
         """[…, L·C] → […, L, heads, D]."""
@@ -142,14 +147,14 @@ class Sums:
 
     def forward(self, out: Tensor) -> Tensor:
         """Fill out [B, H', W', (L,) heads, D]."""
-        kernel, inverse, values = self._kernels(), self.total.reciprocal(), self._per_channel(self.values)
+        turned, inverse, values = self._turned(self._kernels()), self.total.reciprocal(), self._per_channel(self.values)
         result = out if out.dtype == torch.float32 else torch.empty(out.shape)
         pixels, windows = self._buffer(*self.size[1:]), self._buffer(*self.total.shape[1:3])
         for group in self._groups():
             count = group.stop - group.start
             raised = self._spread(self.raised[group], pixels[:count])
             product = torch.mul(raised, values[group], out=pixels[:count])
-            summed = self._per_channel(self._sum(product.flatten(3), kernel))
+            summed = self._per_channel(self._sum(product.flatten(3), turned))
             share = self._spread(inverse[group], windows[:count])
             if self.stack:
                 torch.mul(summed, share, out=result[group])
@@ -161,6 +166,7 @@ class Sums:
         """Gradients of everything; `scores` and `values` say shapes and dtypes."""
         grad = self._per_channel(grad.float().flatten(3))
         kernel, inverse, pixels = self._kernels(), self.total.reciprocal(), self._per_channel(self.values)
+        turned = self._turned(kernel)
         of_raised, of_total = torch.empty_like(self.raised), torch.empty_like(self.total)
         of_kernel, of_values = torch.zeros_like(kernel), torch.empty(values.shape)
         spread, products, windows = (
@@ -170,14 +176,14 @@ class Sums:
             count = group.stop - group.start
             raised = self._spread(self.raised[group], spread[:count])
             product = torch.mul(raised, pixels[group], out=products[:count])
-            summed = self._per_channel(self._sum(product.flatten(3), kernel))
-            of_total[group] = self._add_up(summed.mul_(grad[group]))
+            summed = self._per_channel(self._sum(product.flatten(3), turned))
+            self._add_up(summed.mul_(grad[group]), of_total[group])
             share = torch.mul(self._spread(inverse[group], windows[:count]), grad[group], out=windows[:count])
             of_product, of_this = self._sum_backward(share.flatten(3), product.flatten(3), kernel)
             of_kernel += of_this
             of_product = self._per_channel(of_product)
             _sum_of_products(of_product, raised, of_values[group])
-            of_raised[group] = self._add_up(of_product.mul_(pixels[group]))
+            self._add_up(of_product.mul_(pixels[group]), of_raised[group])
         of_total.mul_(inverse).mul_(inverse).neg_()
         through_total, of_bias = self._sum_backward(of_total, self.raised, self.bias)
         of_kernel = of_kernel.unflatten(0, (-1, self.dim)).sum(1)
@@ -193,6 +199,11 @@ class Sums:
             table(of_bias),
             None if of_scale is None else table(of_scale),
         )
+
+
+def _pixels(planes: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, H, W, C], dense; no copy where the convolution kept its input's layout, which is nowhere promised."""
+    return planes.permute(0, 2, 3, 1).contiguous()
 
 
 def _sum_of_products(a: Tensor, b: Tensor, out: Tensor) -> None:
