@@ -33,7 +33,7 @@ def dense_retinanet(name: str, *, num_classes: int, **options: Any) -> DenseReti
     >>> from nearsight.models.flops import count_flops, count_parameters
     >>> with torch.device("meta"):
     ...     network = dense_retinanet("sasa_retinanet50", num_classes=90)
-    >>> count_parameters(network), count_flops(network, 640)
-    (19974668, 107401292800)
+    >>> count_parameters(network), round(count_flops(network, 640) / 1e9, 1)
+    (19974668, 107.4)
     """
     return DenseRetinaNet(create_retinanet(**{**RETINANETS[name], **options}, num_classes=num_classes))
