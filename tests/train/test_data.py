@@ -375,8 +375,8 @@ def test_patches_are_drawn_like_timms() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_processes_erase_what_one_would(channels_last: bool) -> None:
-    data = settings("digits", channels=1, batch_size=8, augment={"erase": 0.5})
+def test_processes_erase_what_one_would(channels_last: bool, folder: Path) -> None:
+    data = settings(f"folder:{folder}", batch_size=8, augment={"erase": 0.5})
     source = open_source(data)
 
     def first(batch: int, rank: int, world: int) -> torch.Tensor:
