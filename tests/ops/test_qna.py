@@ -181,6 +181,14 @@ def test_sums_alone_obey_the_error_rule(monkeypatch, stride, combine, tables):
         assert_by_error_rule(on("torch", **options), on("reference", **options), given)
 
 
+@pytest.mark.parametrize("window", [(7, 5), (1, 9), (11, 3), (13, 13)])
+def test_sums_over_large_windows_obey_the_error_rule(monkeypatch, window):
+    """Their tables' gradients are made in blocks of taps, from several images at once."""
+    monkeypatch.setattr(Sums, "of", classmethod(lambda cls, *a: cls(*a[:4], *a[5:])))
+    given = inputs(3, 6, 8, window, spread=1.0)
+    assert_by_error_rule(on("torch", window=window), on("reference", window=window), given)
+
+
 def no_sums(*arguments):
     return None
 

@@ -22,6 +22,8 @@ __all__ = ["Sums"]
 SMALLEST = 1e-7
 # Numbers of a group of images, all queries and channels counted.
 GROUP = 1 << 19
+# Taps per axis for which oneDNN's gradient of a depthwise kernel is fast.
+TAPS = 3
 
 
 class Sums:
@@ -96,20 +98,12 @@ class Sums:
         return _pixels(summed)
 
     def _sum_backward(self, grad: Tensor, pixels: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
-        of_pixels, of_kernel, _ = torch.ops.aten.convolution_backward(
-            grad.permute(0, 3, 1, 2),
-            pixels.permute(0, 3, 1, 2),
-            kernel,
-            None,
-            self.stride,
-            self.padding,
-            [1, 1],
-            False,
-            [0, 0],
-            kernel.shape[0],
-            [True, True, False],
+        """The gradients of what was summed and of the kernel."""
+        by_blocks = self.stride == [1, 1] and max(kernel.shape[2:]) > TAPS
+        of_pixels, of_kernel = _convolution_backward(
+            grad, pixels, kernel, self.stride, self.padding, [True, not by_blocks]
         )
-        return _pixels(of_pixels), of_kernel
+        return _pixels(of_pixels), _kernel_by_blocks(grad, pixels, kernel) if by_blocks else of_kernel
 
     def _groups(self) -> Iterator[slice]:
         """A few images at a time: what is made of them stays in the cache, in memory that is used again."""
@@ -199,6 +193,56 @@ class Sums:
             table(of_bias),
             None if of_scale is None else table(of_scale),
         )
+
+
+def _convolution_backward(
+    grad: Tensor, pixels: Tensor, kernel: Tensor, stride: list[int], padding: list[int], wanted: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Of a depthwise convolution of pixels [B, H, W, C]; the first gradient is [B, C, H, W]."""
+    of_planes, of_kernel, _ = torch.ops.aten.convolution_backward(
+        grad.permute(0, 3, 1, 2),
+        pixels.permute(0, 3, 1, 2),
+        kernel,
+        None,
+        stride,
+        padding,
+        [1, 1],
+        False,
+        [0, 0],
+        kernel.shape[0],
+        [*wanted, False],
+    )
+    return of_planes, of_kernel
+
+
+def _kernel_by_blocks(grad: Tensor, pixels: Tensor, kernel: Tensor) -> Tensor:
+    """The kernel's gradient at stride 1, TAPS × TAPS entries at a time: all of 7×7 at once takes oneDNN three times as long.
+
+    The images stand one below the other, with room around them for every tap, so that a block of taps sees one slice of memory.
+    Where a slice wraps into the next row or image, the gradient beside it is zero.
+    """
+    (batch, height, width, channels), (rows, columns) = pixels.shape, kernel.shape[2:]
+    blocks = [-(-taps // TAPS) for taps in (rows, columns)]
+    pitch, lines = width + columns - 1 + TAPS, height + rows - 1
+    room = pixels.new_zeros(batch * lines + (blocks[0] + 1) * TAPS, pitch, channels)
+    top, left = (rows - 1) // 2, (columns - 1) // 2
+    images = room[: batch * lines].view(batch, lines, pitch, channels)
+    images[:, top : top + height, left : left + width] = pixels
+    upstream = grad.new_zeros(batch, lines, pitch - TAPS + 1, channels)
+    upstream[:, :height, :width] = grad
+    upstream = upstream.view(1, batch * lines, pitch - TAPS + 1, channels)
+    part = kernel.new_empty(channels, 1, TAPS, TAPS)
+    found = kernel.new_empty(channels, 1, blocks[0] * TAPS, blocks[1] * TAPS)
+    flat, seen = room.view(-1), (1, batch * lines + TAPS - 1, pitch, channels)
+    size = seen[1] * pitch * channels
+    for y in range(0, rows, TAPS):
+        for x in range(0, columns, TAPS):
+            start = (y * pitch + x) * channels
+            there = flat[start : start + size].view(seen)
+            found[:, :, y : y + TAPS, x : x + TAPS] = _convolution_backward(
+                upstream, there, part, [1, 1], [0, 0], [False, True]
+            )[1]
+    return found[:, :, :rows, :columns].contiguous()
 
 
 def _pixels(planes: Tensor) -> Tensor:
