@@ -154,6 +154,7 @@ class Sums:
                 torch.mul(summed, share, out=result[group])
             else:
                 _sum_of_products(summed, share, result[group])
+            del summed  # before the next is made, so that it takes this memory
         return out if result is out else out.copy_(result)
 
     def backward(self, grad: Tensor, scores: Tensor, values: Tensor) -> Gradients:
@@ -172,12 +173,14 @@ class Sums:
             product = torch.mul(raised, pixels[group], out=products[:count])
             summed = self._per_channel(self._sum(product.flatten(3), turned))
             self._add_up(summed.mul_(grad[group]), of_total[group])
+            del summed
             share = torch.mul(self._spread(inverse[group], windows[:count]), grad[group], out=windows[:count])
             of_product, of_this = self._sum_backward(share.flatten(3), product.flatten(3), kernel)
             of_kernel += of_this
             of_product = self._per_channel(of_product)
             _sum_of_products(of_product, raised, of_values[group])
             self._add_up(of_product.mul_(pixels[group]), of_raised[group])
+            del of_product
         of_total.mul_(inverse).mul_(inverse).neg_()
         through_total, of_bias = self._sum_backward(of_total, self.raised, self.bias)
         of_kernel = of_kernel.unflatten(0, (-1, self.dim)).sum(1)
