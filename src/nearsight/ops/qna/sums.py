@@ -51,7 +51,7 @@ class Sums:
         if position_bias is not None:
             self.bias = (self.bias - self.bias.amax((1, 2, 3), keepdim=True)).exp_()
         self.scale = None if tap_scale is None else self._kernel(tap_scale)
-        self.total = self._sum(self.raised, self._turned(self.bias))
+        self.total = self._sum(self.raised, self.bias)
         self.values = values.float().flatten(3)
         # [block, block·D], a one where a channel belongs to a head: a product with it copies each head's number D times, exactly.
         block = max(n for n in (1, 2, 3, 4) if queries * heads % n == 0)
@@ -83,19 +83,10 @@ class Sums:
     def _kernel(table: Tensor) -> Tensor:
         return table.float().flatten(2).permute(2, 0, 1)[:, None].contiguous()
 
-    def _turned(self, kernel: Tensor) -> Tensor:
-        """The kernel as `_sum` takes it."""
-        return kernel.flip(2, 3) if self.stride == [1, 1] else kernel
-
-    def _sum(self, pixels: Tensor, turned: Tensor) -> Tensor:
-        """[B, H, W, channels] summed over the windows, weighted by a kernel [channels, 1, kh, kw]."""
-        planes, groups = pixels.permute(0, 3, 1, 2), turned.shape[0]
-        if self.stride == [1, 1]:
-            # The same sum, seen from the pixels; oneDNN's code for that takes half the time at 3×3.
-            summed = torch.conv_transpose2d(planes, turned, None, 1, self.padding, groups=groups)
-        else:
-            summed = torch.conv2d(planes, turned, None, self.stride, self.padding, groups=groups)
-        return _pixels(summed)
+    def _sum(self, pixels: Tensor, kernel: Tensor) -> Tensor:
+        """[B, H, W, channels] summed over the windows, weighted by kernel [channels, 1, kh, kw]."""
+        planes = pixels.permute(0, 3, 1, 2)
+        return _pixels(torch.conv2d(planes, kernel, None, self.stride, self.padding, groups=kernel.shape[0]))
 
     def _sum_backward(self, grad: Tensor, pixels: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of what was summed and of the kernel."""
@@ -141,14 +132,14 @@ class Sums:
 
     def forward(self, out: Tensor) -> Tensor:
         """Fill out [B, H', W', (L,) heads, D]."""
-        turned, inverse, values = self._turned(self._kernels()), self.total.reciprocal(), self._per_channel(self.values)
+        kernel, inverse, values = self._kernels(), self.total.reciprocal(), self._per_channel(self.values)
         result = out if out.dtype == torch.float32 else torch.empty(out.shape)
         pixels, windows = self._buffer(*self.size[1:]), self._buffer(*self.total.shape[1:3])
         for group in self._groups():
             count = group.stop - group.start
             raised = self._spread(self.raised[group], pixels[:count])
             product = torch.mul(raised, values[group], out=pixels[:count])
-            summed = self._per_channel(self._sum(product.flatten(3), turned))
+            summed = self._per_channel(self._sum(product.flatten(3), kernel))
             share = self._spread(inverse[group], windows[:count])
             if self.stack:
                 torch.mul(summed, share, out=result[group])
@@ -161,7 +152,6 @@ class Sums:
         """Gradients of everything; `scores` and `values` say shapes and dtypes."""
         grad = self._per_channel(grad.float().flatten(3))
         kernel, inverse, pixels = self._kernels(), self.total.reciprocal(), self._per_channel(self.values)
-        turned = self._turned(kernel)
         of_raised, of_total = torch.empty_like(self.raised), torch.empty_like(self.total)
         of_kernel, of_values = torch.zeros_like(kernel), torch.empty(values.shape)
         spread, products, windows = (
@@ -171,7 +161,7 @@ class Sums:
             count = group.stop - group.start
             raised = self._spread(self.raised[group], spread[:count])
             product = torch.mul(raised, pixels[group], out=products[:count])
-            summed = self._per_channel(self._sum(product.flatten(3), turned))
+            summed = self._per_channel(self._sum(product.flatten(3), kernel))
             self._add_up(summed.mul_(grad[group]), of_total[group])
             del summed
             share = torch.mul(self._spread(inverse[group], windows[:count]), grad[group], out=windows[:count])
