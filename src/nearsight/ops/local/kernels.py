@@ -13,11 +13,10 @@ gradient the same codes gather. Dilation is a view: each phase of the lattice is
 Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponential, and the saved log-sum-exp is in those units.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from nearsight.ops.triton_support import INTERPRETED as RUN_BY_INTERPRETER
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
 
 __all__ = [
     "backward",
@@ -27,38 +26,8 @@ __all__ = [
 ]
 
 
-INTERPRETED = tl.constexpr(RUN_BY_INTERPRETER)
 # Sizes of one image: compiling again for each would cost a second per new size.
 RUNTIME = ["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
-NVIDIA = tl.constexpr(not RUN_BY_INTERPRETER and torch.version.hip is None)
-
-
-@triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    # The interpreter multiplies bfloat16 as if its bits were integers.
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def _dot_add(a, b, acc, PRECISION: tl.constexpr):
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _exp2(x):
-    # Triton's exp2 keeps subnormal results at three more instructions per logit; here they are zero.
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
 
 
 @triton.jit
@@ -316,9 +285,9 @@ def forward(
         col_taps = tl.zeros((M, HS), tl.float32)
         row_taps = tl.zeros((M, HS), tl.float32)
         if HAS_COL:
-            col_taps = _dot(q, rel_col, PRECISION)
+            col_taps = dot(q, rel_col, PRECISION)
         if HAS_ROW:
-            row_taps = _dot(q, rel_row, PRECISION)
+            row_taps = dot(q, rel_row, PRECISION)
         col = _axis_bias(col_taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
@@ -331,7 +300,7 @@ def forward(
             if HAS_K:
                 at = (halo_y * dil_y * k_y)[:, None] + k_cols
                 k = _halo(k_ptr, at, load, image, y0 - PY + chunk * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
-                s = _dot_add(q, tl.trans(k), s, PRECISION)
+                s = dot_add(q, tl.trans(k), s, PRECISION)
             down = chunk * NR
             row = _axis_bias(row_taps, qy - down, y0 - PY + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype)
             s += tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
@@ -346,16 +315,16 @@ def forward(
                 new_top = tl.maximum(new_top, top)
             # A query with nothing to attend to: every exponential below becomes 0.
             base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0) * scale_log2
-            p = _exp2(s * scale_log2 - base[:, None])
+            p = exp2(s * scale_log2 - base[:, None])
             if CHUNKS > 1:
-                shrink = _exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))
+                shrink = exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))
                 total = total * shrink + tl.sum(p, 1)
                 acc = acc * shrink[:, None]
-                acc = _dot_add(p.to(dtype), v, acc, PRECISION)
+                acc = dot_add(p.to(dtype), v, acc, PRECISION)
                 top = new_top
             else:
                 total = tl.sum(p, 1)
-                acc = _dot(p.to(dtype), v, PRECISION)
+                acc = dot(p.to(dtype), v, PRECISION)
                 top = new_top
         some = total > 0
         acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
@@ -492,7 +461,7 @@ def backward(
         lse = tl.load(lse_ptr + pixel * heads + h0 + g, mask=inside & (h0 + g < heads), other=LARGE)
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
-            taps = _dot(q, rel, PRECISION)
+            taps = dot(q, rel, PRECISION)
         table = _table(taps, qy, qx, y0 - PY, x0 - PX, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
         dq = tl.zeros((M, G * DP), tl.float32)
         dtable = tl.zeros((M, 2 * HS), tl.float32)
@@ -503,34 +472,34 @@ def backward(
             there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             codes = _codes(i * NR, NR, NC, HS, dtype)
-            s = _dot(table, tl.trans(codes), PRECISION)
+            s = dot(table, tl.trans(codes), PRECISION)
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
-                s = _dot_add(q, tl.trans(k), s, PRECISION)
+                s = dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            p = _exp2(s * scale_log2 - lse[:, None])
+            p = exp2(s * scale_log2 - lse[:, None])
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
-            dp = _dot(grad, tl.trans(v), PRECISION)
+            dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
-            dv_next = dv_next + (_dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)
+            dv_next = dv_next + (dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)
             if HAS_K:
-                dq = _dot_add(ds, k, dq, PRECISION)
-                dk_next = dk_next + (_dot_add(tl.trans(ds), q, dk[i], PRECISION),)
+                dq = dot_add(ds, k, dq, PRECISION)
+                dk_next = dk_next + (dot_add(tl.trans(ds), q, dk[i], PRECISION),)
             else:
                 dk_next = dk_next + (dk[i],)
             if HAS_REL:
-                dtable = _dot_add(ds, codes, dtable, PRECISION)
+                dtable = dot_add(ds, codes, dtable, PRECISION)
         if HAS_REL:
             # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy.
             came = tl.where(slot < HS, slot + qx[:, None], slot - HS + qy[:, None])
             fits = (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
             dtaps = tl.gather(dtable, (came & (HS - 1)) | (slot & HS), 1)
             dtaps = tl.where(fits, dtaps, 0.0).to(dtype)
-            dq = _dot_add(dtaps, tl.trans(rel), dq, PRECISION)
-            drel = _dot_add(tl.trans(dtaps), q, drel, PRECISION)
+            dq = dot_add(dtaps, tl.trans(rel), dq, PRECISION)
+            drel = dot_add(tl.trans(dtaps), q, drel, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
         done = share + (tile - first) * (NK * heads * D) + share_at

@@ -7,12 +7,10 @@ keep one tile and compute the logits twice instead. Layout and letters are those
 import triton
 import triton.language as tl
 
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
 from nearsight.ops.local.kernels import (
     RUNTIME,
     _codes,
-    _dot,
-    _dot_add,
-    _exp2,
     _relative,
     _strip,
     _table,
@@ -132,7 +130,7 @@ def backward_queries(
         lse = tl.load(lse_ptr + stat_at, mask=stat_in, other=LARGE)
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
-            taps = _dot(q, rel, PRECISION)
+            taps = dot(q, rel, PRECISION)
         dq = tl.zeros((M, G * DP), tl.float32)
         dtaps = tl.zeros((M, 2 * HS), tl.float32)
         for chunk in tl.static_range(CHUNKS):
@@ -142,22 +140,22 @@ def backward_queries(
             table = _table(
                 taps, qy, qx, y0 - PY, x0 - PX, chunk * NR, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype
             )
-            s = _dot(table, tl.trans(codes), PRECISION)
+            s = dot(table, tl.trans(codes), PRECISION)
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
-                s = _dot_add(q, tl.trans(k), s, PRECISION)
+                s = dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
                 at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            p = _exp2(s * scale_log2 - lse[:, None])
+            p = exp2(s * scale_log2 - lse[:, None])
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
-            dp = _dot(grad, tl.trans(v), PRECISION)
+            dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
             if HAS_K:
-                dq = _dot_add(ds, k, dq, PRECISION)
+                dq = dot_add(ds, k, dq, PRECISION)
             if HAS_REL:
-                dtable = _dot(ds, codes, PRECISION)
+                dtable = dot(ds, codes, PRECISION)
                 # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy − rows.
                 came = tl.where(slot < HS, slot + qx[:, None], slot - HS + qy[:, None] - chunk * NR)
                 fits = (came >= 0) & (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
@@ -166,8 +164,8 @@ def backward_queries(
                 dtaps += tl.where(fits, moved, 0.0)
         if HAS_REL:
             dtaps_low = dtaps.to(dtype)
-            dq = _dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
-            drel = _dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
+            dq = dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
+            drel = dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
     if HAS_REL:
@@ -311,22 +309,22 @@ def backward_keys(
             tap = tl.where(slot_r < TX, slot_r - (n % NC)[None, :] + KW - 1, slot_r - TX - halo_row[None, :] + KH - 1)
             fits = (tap >= 0) & (tap < tl.where(slot_r < TX, KW, KH))
             if HAS_REL:
-                taps = _dot(spread, tl.trans(q), PRECISION)
+                taps = dot(spread, tl.trans(q), PRECISION)
                 place = (er // SL) * (2 * HT) + tl.where(slot_r < TX, 0, HT) + (tap & (HT - 1))
                 table = tl.where(fits, tl.gather(taps, place, 0), -LARGE).to(dtype)
             else:
                 table = tl.where(fits, 0.0, -LARGE).to(dtype)
-            s = _dot(codes, table, PRECISION)
+            s = dot(codes, table, PRECISION)
             if HAS_K:
-                s = _dot_add(k, tl.trans(q), s, PRECISION)
+                s = dot_add(k, tl.trans(q), s, PRECISION)
             lse_rows = tl.reshape(tl.broadcast_to(lse[:, None, :], (G, MQ, NK)), (M, NK))
             delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
-            p = _exp2(s * scale_log2 - lse_rows)
-            dv = _dot_add(p.to(dtype), grad, dv, PRECISION)
+            p = exp2(s * scale_log2 - lse_rows)
+            dv = dot_add(p.to(dtype), grad, dv, PRECISION)
             if HAS_K:
-                dp = _dot(v, tl.trans(grad), PRECISION)
+                dp = dot(v, tl.trans(grad), PRECISION)
                 ds = (p * (dp - delta_rows)).to(dtype)
-                dk = _dot_add(ds, q, dk, PRECISION)
+                dk = dot_add(ds, q, dk, PRECISION)
         if HAS_MASK:
             attended = tl.load(mask_ptr + pixel, mask=inside, other=0) != 0
             dk = tl.where(attended[:, None], dk, 0.0)
