@@ -180,6 +180,25 @@ def test_webdataset_stream(tmp_path: Path) -> None:
     assert sum(len(b.targets) if b.valid is None else int(b.valid.sum()) for b in evaluation.epoch(0)) == 5
 
 
+@pytest.mark.parametrize("kind", ["hfds", "hfids"])
+def test_hugging_face_sets(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local set through timm's readers, indexed and streamed: every image once, with its label."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    for split, count in (("train", 12), ("validation", 5)):
+        for i in range(count):
+            folder = tmp_path / "set" / split / "ab"[i % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{i}.png").write_bytes(encoded(i))
+    sizes = {"num_classes": 2, "train_images": 12, "eval_images": 5} if kind == "hfids" else {}
+    data = settings(f"{kind}/{tmp_path / 'set'}", root=str(tmp_path / "cache"), **sizes)
+    train, evaluation = batches(data), batches(data, training=False)
+    assert (train.images, evaluation.images) == (12, 5)
+    assert torch.cat([batch.targets for batch in train.epoch(0)]).bincount().tolist() == [6, 6]
+    counted = [b.targets if b.valid is None else b.targets[b.valid] for b in evaluation.epoch(0)]
+    assert torch.cat(counted).bincount().tolist() == [3, 2]
+
+
 # ---- mistakes ----
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -379,7 +381,36 @@ def _class_names(table: Any, label: str) -> list[str] | None:
         return None
 
 
+@contextmanager
+def _as_timm_calls(kind: str) -> Iterator[None]:
+    """timm's readers pass `trust_remote_code`, which datasets 4 and later take for a key of the data set."""
+    if kind not in ("hfds", "hfids"):
+        yield
+        return
+    import datasets
+
+    names = ("load_dataset", "load_dataset_builder")
+    plain = {name: getattr(datasets, name) for name in names}
+
+    def without(call: Any) -> Any:
+        return lambda *args, trust_remote_code=False, **keys: call(*args, **keys)
+
+    try:
+        for name, call in plain.items():
+            if "trust_remote_code" not in inspect.signature(call).parameters:
+                setattr(datasets, name, without(call))
+        yield
+    finally:
+        for name, call in plain.items():
+            setattr(datasets, name, call)
+
+
 def _reader(data: DataConfig, labelled: bool) -> Source:
+    with _as_timm_calls(data.source.partition("/")[0]):
+        return _open_reader(data, labelled)
+
+
+def _open_reader(data: DataConfig, labelled: bool) -> Source:
     from timm.data.dataset_factory import create_dataset
     from timm.data.readers.reader_factory import create_reader
 
@@ -409,7 +440,9 @@ def _reader(data: DataConfig, labelled: bool) -> Source:
             )
         ]
     except (FileNotFoundError, AssertionError, ValueError, RuntimeError) as error:
-        raise UserError(f"data.source: cannot open {data.source!r} ({error}).") from error
+        reason = " ".join(str(error).split())
+        reason = reason if len(reason) < 300 else f"{reason[:300]} …"
+        raise UserError(f"data.source: cannot open {data.source!r} ({reason}).") from error
     return Source(splits[0], splits[1], _numbered(data) if labelled else [], *statistics, streamed=True)
 
 
