@@ -44,7 +44,13 @@ def extra_of(module: str) -> str | None:
     """The extra that brings a missing module, or None when no extra does."""
     top = module.partition(".")[0]
     wanted = canonicalize_name(_IMPORTED_AS.get(top, top))
-    return next((need.extra for need in needs() if need.extra and canonicalize_name(need.name) == wanted), None)
+    brings: dict[str, set[str]] = {}
+    for need in needs():
+        if need.extra:
+            brings.setdefault(need.extra, set()).add(canonicalize_name(need.name))
+    able = {extra: names for extra, names in brings.items() if wanted in names}
+    # An extra that contains another one that serves brings more than is missing.
+    return next((extra for extra, names in able.items() if not any(other < names for other in able.values())), None)
 
 
 def _applies(line: Requirement, extra: str) -> bool:
