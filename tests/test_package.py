@@ -14,7 +14,18 @@ ROOT = Path(nearsight.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # cli → train, viz, bench, export → detect → models → layers → ops: a folder may use those of lower rank.
-RANK = {"ops": 0, "weights": 0, "layers": 1, "models": 2, "detect": 3, "train": 4, "viz": 4, "bench": 4, "export": 4, "cli": 5}
+RANK = {
+    "ops": 0,
+    "weights": 0,
+    "layers": 1,
+    "models": 2,
+    "detect": 3,
+    "train": 4,
+    "viz": 4,
+    "bench": 4,
+    "export": 4,
+    "cli": 5,
+}
 # Never imported by `import nearsight`: the extras, and what only a verb needs.
 HEAVY = (
     "matplotlib",
