@@ -121,6 +121,9 @@ def test_mistakes(runs, tmp_path, capsys):
     assert mistake(capsys, "qna_vit_nanno", "flower") == (
         "nearsight maps: no run, checkpoint or network 'qna_vit_nanno'. Did you mean 'qna_vit_nano'? Ours: nearsight models."
     )
+    assert "no run, checkpoint or network 'sasa_resnet_nano.cifar'. Did you mean 'sasa_resnet_nano.cifar10'?" in (
+        mistake(capsys, "sasa_resnet_nano.cifar", "flower")
+    )
     assert mistake(capsys, "runs/none", "flower") == "nearsight maps: no run or checkpoint 'runs/none'."
     assert (
         mistake(capsys, "qna_vit_nano")

@@ -86,15 +86,30 @@ def _trained(text: str) -> Opened:
     )
 
 
+def _has_name(name: str) -> bool:
+    """Whether timm knows the architecture, and its tag where the name has one."""
+    import timm
+
+    if not timm.is_model(name):
+        return False
+    try:
+        timm.models.get_pretrained_cfg(name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _by_name(name: str) -> Opened:
     import timm
     import torch
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
+    from nearsight import weights
+
     known = name.startswith(HUBS)
-    if not known and not timm.is_model(name):
-        names = timm.list_models()
+    if not known and not _has_name(name):
+        names = [*weights.names(), *timm.list_models()]
         raise UserError(f"no run, checkpoint or network {name!r}.{did_you_mean(name, names)} Ours: nearsight models.")
     torch.manual_seed(0)
     model = timm.create_model(name, pretrained=known).eval()

@@ -116,11 +116,14 @@ def _detect(network: Any, images: list[Path], threshold: float, out: Path | None
 
 
 def _or_default(path: Path, images: list[Path]) -> tuple[Path, list[Path]]:
-    """The network that ships, where the first word is an image already."""
+    """The network that ships, where the first word is an image already, or named like one."""
+    from PIL import Image
+
     from nearsight.train.checkpoints import PICKLED
     from nearsight.weights import DEFAULT
 
-    if path.is_file() and path.suffix not in PICKLED:
+    image = path.suffix.lower() in Image.registered_extensions()
+    if (path.is_file() and path.suffix not in PICKLED) or (image and not path.exists()):
         return Path(DEFAULT), [path, *images]
     return path, images
 
