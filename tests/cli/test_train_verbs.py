@@ -98,7 +98,6 @@ def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
         (["train", "digits/sasa_nano", "optimizer.lrr=1"], "unknown key optimizer.lrr (the nearest is optimizer.lr)"),
         (["train", "--resume", "nowhere"], "no run or checkpoint at 'nowhere'"),
         (["eval", "nowhere"], "nearsight eval: no run or checkpoint at 'nowhere'."),
-        (["predict", "missing.jpg"], "nearsight predict: no image file 'missing.jpg'."),
         (["predict", "weights.pth", "x.png"], "is a pickled file, which nearsight never opens"),
     ],
 )

@@ -55,7 +55,7 @@ def predict(
     path, images = _or_default(path, images or [])
     network = load_network(path)
     if network.task == "reconstruct":
-        rows = _rebuild([network, *map(load_network, beside or [])], images or [], out)
+        rows = _rebuild([network, *map(load_network, beside or [])], images, out)
     elif beside:
         raise UserError(f"--beside: got it for a network of task {network.task!r}, wanted auto-encoders; leave it out.")
     elif not images:
@@ -116,14 +116,11 @@ def _detect(network: Any, images: list[Path], threshold: float, out: Path | None
 
 
 def _or_default(path: Path, images: list[Path]) -> tuple[Path, list[Path]]:
-    """The network that ships, where the first word is an image already, or named like one."""
-    from PIL import Image
-
+    """The network that ships, where the first word is an image already."""
     from nearsight.train.checkpoints import PICKLED
     from nearsight.weights import DEFAULT
 
-    image = path.suffix.lower() in Image.registered_extensions()
-    if (path.is_file() and path.suffix not in PICKLED) or (image and not path.exists()):
+    if path.is_file() and path.suffix not in PICKLED:
         return Path(DEFAULT), [path, *images]
     return path, images
 
