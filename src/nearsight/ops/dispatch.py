@@ -50,9 +50,21 @@ class BackendReport(NamedTuple):
 _OPS: dict[str, OpEntry] = {}
 
 
-def register(op: str, entry: OpEntry) -> OpEntry:
-    _OPS[op] = entry
-    return entry
+def _always(call: Any) -> str | None:
+    return None
+
+
+def register(op: str, prepare: Callable[..., Any], *, triton: Any, torch: Any, reference: Any) -> OpEntry:
+    """Enter an op with the modules of its three backends, fastest first; only Triton's refuses calls."""
+    _OPS[op] = OpEntry(
+        prepare,
+        (
+            Backend("triton", triton.run, triton.refusal),
+            Backend("torch", torch.run, _always),
+            Backend("reference", reference.run, _always),
+        ),
+    )
+    return _OPS[op]
 
 
 def run(op: str, table: Sequence[Backend], name: str | None, call: Any) -> Tensor:

@@ -6,27 +6,11 @@ from torch import Tensor
 
 from nearsight.ops import dispatch
 from nearsight.ops.block import reference, torch_impl, triton_impl
-from nearsight.ops.block.call import OP, BlockCall, prepare
-from nearsight.ops.dispatch import Backend, OpEntry
+from nearsight.ops.block.call import OP, prepare
 
 __all__ = ["block_attention"]
 
-
-def _always(call: BlockCall) -> str | None:
-    return None
-
-
-ENTRY = dispatch.register(
-    OP,
-    OpEntry(
-        prepare,
-        (
-            Backend("triton", triton_impl.run, triton_impl.refusal),
-            Backend("torch", torch_impl.run, _always),
-            Backend("reference", reference.run, _always),
-        ),
-    ),
-)
+ENTRY = dispatch.register(OP, prepare, triton=triton_impl, torch=torch_impl, reference=reference)
 
 
 def block_attention(

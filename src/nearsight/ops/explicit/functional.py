@@ -9,28 +9,12 @@ from torch import Tensor
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError
 from nearsight.ops import checks, dispatch
-from nearsight.ops.dispatch import Backend, OpEntry
 from nearsight.ops.explicit import reference, torch_impl, triton_impl
-from nearsight.ops.explicit.call import OP, ExplicitCall, check_options, prepare, radius_as_tensor
+from nearsight.ops.explicit.call import OP, check_options, prepare, radius_as_tensor
 
 __all__ = ["explicit_attention", "explicit_weights"]
 
-
-def _always(call: ExplicitCall) -> str | None:
-    return None
-
-
-ENTRY = dispatch.register(
-    OP,
-    OpEntry(
-        prepare,
-        (
-            Backend("triton", triton_impl.run, triton_impl.refusal),
-            Backend("torch", torch_impl.run, _always),
-            Backend("reference", reference.run, _always),
-        ),
-    ),
-)
+ENTRY = dispatch.register(OP, prepare, triton=triton_impl, torch=torch_impl, reference=reference)
 
 
 def explicit_attention(

@@ -7,28 +7,12 @@ from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
 from nearsight.ops import checks, dispatch
-from nearsight.ops.dispatch import Backend, OpEntry
 from nearsight.ops.local import reference, torch_impl, triton_impl
-from nearsight.ops.local.call import OP, LocalCall, prepare
+from nearsight.ops.local.call import OP, prepare
 
 __all__ = ["local_attention", "local_attention_projected", "local_attention_weights"]
 
-
-def _always(call: LocalCall) -> str | None:
-    return None
-
-
-ENTRY = dispatch.register(
-    OP,
-    OpEntry(
-        prepare,
-        (
-            Backend("triton", triton_impl.run, triton_impl.refusal),
-            Backend("torch", torch_impl.run, _always),
-            Backend("reference", reference.run, _always),
-        ),
-    ),
-)
+ENTRY = dispatch.register(OP, prepare, triton=triton_impl, torch=torch_impl, reference=reference)
 
 
 def local_attention(

@@ -5,28 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nearsight.ops import dispatch
-from nearsight.ops.dispatch import Backend, OpEntry
 from nearsight.ops.qna import reference, torch_impl, triton_impl
-from nearsight.ops.qna.call import OP, QnACall, prepare
+from nearsight.ops.qna.call import OP, prepare
 
 __all__ = ["qna", "qna_weights"]
 
-
-def _always(call: QnACall) -> str | None:
-    return None
-
-
-ENTRY = dispatch.register(
-    OP,
-    OpEntry(
-        prepare,
-        (
-            Backend("triton", triton_impl.run, triton_impl.refusal),
-            Backend("torch", torch_impl.run, _always),
-            Backend("reference", reference.run, _always),
-        ),
-    ),
-)
+ENTRY = dispatch.register(OP, prepare, triton=triton_impl, torch=torch_impl, reference=reference)
 
 
 def qna(

@@ -18,7 +18,7 @@ from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, decode, image_mode
 
-__all__ = ["Source", "Split", "Subset", "hold_out", "open_source", "split_source"]
+__all__ = ["Source", "Split", "Subset", "hold_out", "input_facts", "open_source", "split_source"]
 
 EVALUATION = ("val", "validation", "valid", "test")
 KINDS = (
@@ -177,6 +177,18 @@ class Subset:
     def key(self) -> str | None:
         key = self.split.key()
         return None if key is None else f"{key}\n{self.indices}"
+
+
+def input_facts(data: DataConfig, source: Source) -> dict[str, Any]:
+    """What a checkpoint's card says of the images its network takes: plain values, enough to prepare one."""
+    return {
+        "image_size": data.image_size,
+        "channels": data.channels,
+        "crop_pct": data.crop_pct,
+        "interpolation": data.interpolation,
+        "mean": list(source.mean),
+        "std": list(source.std),
+    }
 
 
 def open_source(data: DataConfig, *, labelled: bool = True) -> Source:

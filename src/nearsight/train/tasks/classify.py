@@ -15,7 +15,7 @@ from nearsight.train.config import ModelConfig, RunConfig, Section
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
-from nearsight.train.data.sources import open_source, split_source
+from nearsight.train.data.sources import input_facts, open_source, split_source
 from nearsight.train.tasks import Facts, Note
 
 __all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network"]
@@ -146,19 +146,11 @@ class Classify:
         )
 
     def card(self) -> dict[str, Any]:
-        data = self.config.data
         return {
             "model": self.config.model.model_dump(mode="json"),
             "sizes": self.sizes(),
             "classes": self.classes,
-            "input": {
-                "image_size": data.image_size,
-                "channels": data.channels,
-                "crop_pct": data.crop_pct,
-                "interpolation": data.interpolation,
-                "mean": list(self.source.mean),
-                "std": list(self.source.std),
-            },
+            "input": input_facts(self.config.data, self.source),
         }
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:

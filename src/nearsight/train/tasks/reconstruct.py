@@ -19,7 +19,7 @@ from nearsight.train.config import ModelConfig, RunConfig, validate
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
-from nearsight.train.data.sources import Source, open_source, split_source
+from nearsight.train.data.sources import Source, input_facts, open_source, split_source
 from nearsight.train.tasks import Facts, Note
 from nearsight.train.tasks.classify import create_network
 
@@ -150,17 +150,9 @@ class Reconstruct:
         return _network(settings, card["input"]["channels"])
 
     def card(self) -> dict[str, Any]:
-        data = self.config.data
         return {
             "model": self.config.model.model_dump(mode="json"),
-            "input": {
-                "image_size": data.image_size,
-                "channels": data.channels,
-                "crop_pct": data.crop_pct,
-                "interpolation": data.interpolation,
-                "mean": list(self.source.mean),
-                "std": list(self.source.std),
-            },
+            "input": input_facts(self.config.data, self.source),
         }
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
