@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from timm.models import group_parameters
 from timm.models._manipulate import group_with_matcher
-from torch import nn
 
 from nearsight.models.flops import count_parameters
 from tests.models.zoo import NAMES, NANO, NUMBERS, SIZE_OF, awake, images, meta
+from tests.support.digits import train_on_digits
 
 SIZES = [(32, 32), (33, 33), (47, 91), (224, 224), (225, 225), (256, 192)]
 
@@ -318,20 +318,9 @@ def test_every_size_with_numbers(name, size):
 
 @pytest.mark.parametrize("name", NANO)
 def test_thirty_steps_bring_the_loss_below_a_third(name):
-    datasets = pytest.importorskip("sklearn.datasets", reason="the digits come with the extra train")
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    x = torch.tensor(pixels[:64], dtype=torch.float32).view(64, 1, 8, 8) / 8 - 1
-    y = torch.tensor(labels[:64])
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, in_chans=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(31):
-        loss = nn.functional.cross_entropy(model(x), y)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = train_on_digits(model, torch.optim.AdamW(model.parameters(), lr=3e-3), 31)
     assert losses[-1] < losses[0] / 3
 
 
