@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nearsight import AttentionStem2d
+from nearsight.bench import accuracy
 from nearsight.ops import block_attention
 from nearsight.ops.block import pooled
 from tests.ops.triton.test_block import BFLOAT, FLOAT, HALF, composed, fused, make
@@ -122,7 +123,15 @@ def test_pooled(dtype, size, of_batch, at_once, monkeypatch):
     inputs["weight"] = torch.randn(32, generator=generator).to(dtype)
     inputs["bias"] = torch.randn(32, generator=generator).to(dtype)
     running = None if of_batch else (torch.rand(2, 32, generator=generator) + 0.5).cuda()
-    assert_by_error_rule(partial(fused, running=running), partial(composed, running=running), on_gpu(inputs))
+    run, reference = (partial(f, running=running) for f in (fused, composed))
+    if dtype == FLOAT:
+        assert_by_error_rule(run, reference, on_gpu(inputs))
+        return
+    # In half types rounding may name another pixel the largest of its pool, which moves a whole gradient: norms, not maxima.
+    found = accuracy.compare(run, reference, on_gpu(inputs))
+    for name, truth in found.truth.items():
+        error, plain = ((t[name].double() - truth).norm() for t in (found.got, found.plain))
+        assert error <= 2 * plain + 4 * torch.finfo(dtype).eps * truth.norm(), name
 
 
 def test_the_pooled_layer_trains_alike_with_and_without_the_kernel():

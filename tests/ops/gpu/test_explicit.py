@@ -102,5 +102,5 @@ def test_opcheck():
     from nearsight.ops.explicit import triton_impl
 
     inputs = make(torch.float32, (9, 7), 8)
-    leaves = [inputs[n].requires_grad_() for n in ("values", "radius")]
+    leaves = [inputs["values"].unflatten(3, (4, -1)).requires_grad_(), inputs["radius"].requires_grad_()]
     torch.library.opcheck(triton_impl._forward, (*leaves, None, True, 1.0))

@@ -79,7 +79,8 @@ def test_slices_of_one_projection_are_not_copied():
 
 
 def test_memory_of_the_backward():
-    """Saved: the output and its log-sum-exp. In flight: dq, dk, dv and the strips' shares, O(HWC); never k²·HW."""
+    """Saved: the output and its log-sum-exp (1.5). In flight: three gradients, the upstream one, the strips' overlapping shares
+    of dk and dv (5) and of the tables: O(HWC), never k²·HW."""
     inputs = on_gpu(make(BFLOAT, (56, 56), 8, 8, 8, (7, 7)))
     leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
     one = inputs["q"].numel() * 2
@@ -95,7 +96,7 @@ def test_memory_of_the_backward():
     step()
     saved, peak = step()
     assert saved <= 1.6 * one
-    assert peak <= 12 * one
+    assert peak <= 14 * one
 
 
 def test_captured_in_a_graph():
@@ -130,8 +131,8 @@ def test_compiled_without_breaks_and_without_recompiling():
 
 def test_opcheck():
     inputs = on_gpu(make(FLOAT, (5, 9), 1, 2, 8, (3, 3)))
-    leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
-    arguments = (*leaves, None, [3, 3], [1, 1], False, 1.0)
+    q, k, v, row, column = (t.requires_grad_() for t in inputs.values() if t is not None)
+    arguments = (q, k, v, row[None], column[None], None, [3, 3], [1, 1], False, 1.0)
     torch.library.opcheck(torch.ops.nearsight.local_attention_triton.default, arguments)
 
 

@@ -110,7 +110,8 @@ def local_attention_projected(
     if cast is not None:
         pixels, weight = pixels.to(cast), weight.to(cast)
         bias = None if bias is None else bias.to(cast)
-    packed = F.linear(pixels, weight, bias).unflatten(-1, (parts, num_heads, -1))
+    flat = pixels.flatten(1, 2)
+    packed = F.linear(flat, weight, bias).unflatten(-1, (parts, num_heads, -1)).unflatten(1, pixels.shape[1:3])
     call = prepare(
         packed.select(3, 0),
         packed.select(3, 1) if content else None,
@@ -124,7 +125,7 @@ def local_attention_projected(
         scale=scale,
     )
     if backend in (None, "triton") and triton_impl.refusal(call) is None:
-        return triton_impl.run_projected(packed.detach(), pixels, weight, bias, call)
+        return triton_impl.run_projected(packed.detach(), flat, weight, bias, call)
     return dispatch.run(OP, ENTRY.backends, backend, call)
 
 

@@ -58,7 +58,7 @@ def run(call: LocalCall) -> Tensor:
 
 
 def run_projected(packed: Tensor, pixels: Tensor, weight: Tensor, bias: Tensor | None, call: LocalCall) -> Tensor:
-    """`run` for a call whose q, k and v are the slices of `packed`, which is `pixels` projected."""
+    """`run` for a call whose q, k and v are the slices of `packed`, which is `pixels` [B, H·W, Cin] projected."""
     return _projected_forward_op(
         packed,
         pixels,
@@ -267,6 +267,13 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
+def _lse_shape(q: Tensor) -> tuple[int, int, int]:
+    """[B, H·W, heads]. No registered operator here takes, gives or keeps a tensor of rank 4: between convolutions torch.compile
+    stores those in the order of [N, C, H, W] channels-last, and would copy [B, H, W, …] there and back."""
+    batch, height, width, heads, _ = q.shape
+    return batch, height * width, heads
+
+
 def _attend(
     q: Tensor,
     k: Tensor | None,
@@ -279,9 +286,9 @@ def _attend(
     zeros: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of every query (base 2, of the scaled logits)."""
+    """The output, and the log-sum-exp of every query (base 2, of the scaled logits), [B, H·W, heads]."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = torch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     from nearsight.ops.local import kernels
@@ -480,7 +487,7 @@ def _forward_op(
 
 @_forward_op.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.custom_op("nearsight::local_attention_triton_backward", mutates_args=())
@@ -561,8 +568,8 @@ def _projected_forward_op(
 
 @_projected_forward_op.register_fake
 def _(packed: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = packed.select(3, 0).shape
-    return packed.new_empty(shape), packed.new_empty(shape[:-1], dtype=torch.float32)
+    q = packed.select(3, 0)
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.custom_op("nearsight::local_attention_projected_triton_backward", mutates_args=())
@@ -583,7 +590,7 @@ def _projected_backward_op(
 ) -> list[Tensor]:
     """d packed, then d rel_row and d rel_col where those inputs exist."""
     with torch.autocast(grad.device.type, enabled=False):
-        packed = F.linear(pixels, weight, bias).unflatten(-1, (-1, *out.shape[3:]))
+        packed = F.linear(pixels, weight, bias).unflatten(-1, (-1, *out.shape[3:])).unflatten(1, out.shape[1:3])
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     q, k, v = _unpack(packed)
     into = _unpack(dpacked)
