@@ -50,6 +50,17 @@ def test_ops(tiny, capsys, tmp_path):
     assert all(float(row[column]) > 0 for row in timed for column in ("forward_ms", "total_ms", "total_bytes"))
     assert files[2].stat().st_size > 5000
 
+    assert main(["bench", "ops", "--from", str(files[0])]) == 0
+    again = capsys.readouterr().out
+    columns = [line for line in out.splitlines() if "│" in line]
+    assert columns, "nothing was shown"
+    assert [line for line in again.splitlines() if "│" in line] == columns
+    assert main(["bench", "ops", "--from", str(files[0]), "--filter", "qna", "--plot", str(tmp_path / "q.png")]) == 0
+    out = capsys.readouterr().out
+    assert "depthwise" in out
+    assert "unfold" not in out
+    assert (tmp_path / "q.png").stat().st_size > 5000
+
 
 def test_layers(tiny, capsys):
     assert bench("layers") == 0
@@ -67,6 +78,24 @@ def test_models(tiny, capsys, tmp_path):
     peer, ours = json.loads(file.read_text())
     assert (peer["suite"], peer["size"], peer["batch"]) == ("models", 16, 3)
     assert ours["eager_over_peer"] > 0
+
+
+def test_rows_read_again_must_be_the_suites(tmp_path, capsys):
+    source, other = "benchmarks/results/models-h200.csv", tmp_path / "x.csv"
+    assert main(["bench", "models", "--from", source, "--filter", "resnet50"]) == 0
+    assert "sasa_resnet50" in capsys.readouterr().out
+    other.write_text("suite,network\nmodels,resnet50\n")
+    for suite, file, reason in (
+        ("ops", source, "other content"),
+        ("models", other, "other content"),
+        ("ops", "no", "no such"),
+    ):
+        assert main(["bench", suite, "--from", str(file)]) == 2
+        assert f"({reason}" in capsys.readouterr().err
+    assert main(["bench", "models", "--from", source, "--csv", "x.csv"]) == 2
+    assert "wanted --plot alone" in capsys.readouterr().err
+    assert main(["bench", "models", "--from", source, "--filter", "nothing"]) == 2
+    assert "nothing matches --filter 'nothing'" in capsys.readouterr().err
 
 
 def test_a_filter_leaves_the_rest_out(tiny, capsys):

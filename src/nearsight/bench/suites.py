@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ from nearsight.bench.driver import Clock, Result
 from nearsight.bench.layers import layer_contests
 from nearsight.bench.models import NetworkResult
 from nearsight.bench.ops import op_contests
+from nearsight.bench.stored import read_csv
 from nearsight.bench.timing import Effort, copy_bandwidth
 from nearsight.errors import UserError
 
-__all__ = ["SUITES", "Outcome", "Settings", "run_suite"]
+__all__ = ["SUITES", "Outcome", "Settings", "read_suite", "run_suite"]
 
 # A suite's images at a time on CUDA and on a CPU, and the seconds after which it compiles nothing more: whatever a
 # machine's compiler does, a run ends.
@@ -50,7 +51,7 @@ class Outcome:
     title: str
     contests: Sequence[Result]
     networks: Sequence[NetworkResult]
-    stamp: dict[str, str | float | None]
+    stamp: Mapping[str, str | float | None]
 
     def tables(self) -> list[Table]:
         if self.suite == "models":
@@ -87,15 +88,33 @@ def run_suite(suite: str, settings: Settings, progress: Progress = lambda text: 
         (True, True): driver.QUICK_CUDA,
     }[cuda, settings.quick]
     stamp = machine.stamp(device)
-    title = (
-        f"{suite} on {stamp['machine']}, {str(settings.dtype).removeprefix('torch.')}, batch {batch}, "
-        f"torch {stamp['torch']}, nearsight {stamp['commit']}, {stamp['date']}"
-    )
+    title = _title(suite, stamp, str(settings.dtype).removeprefix("torch."), batch)
     with _fastest_convolutions():
         if suite == "models":
             return Outcome(suite, title, (), _networks(settings, batch, effort, deadline, progress), stamp)
         contests, bandwidth = _contests(suite, settings, batch, effort, deadline, progress)
         return Outcome(suite, f"{title}, copy {bandwidth / 1e9:.0f} GB/s", contests, (), stamp)
+
+
+def read_suite(suite: str, path: Path, filters: Sequence[str] = ()) -> Outcome:
+    """The outcome of a run whose rows were written to a CSV file, those that a filter asks for."""
+
+    def asked(name: str) -> bool:
+        return not filters or any(all(word in name.lower() for word in f.lower().split()) for f in filters)
+
+    contests, networks, stamp = read_csv(path, suite)
+    kept = [r for r in contests if asked(f"{r.contest} {r.contender}")]
+    kept_networks = [r for r in networks if asked(r.network)]
+    if not kept and not kept_networks:
+        raise _no_match(filters, [f"{r.contest} {r.contender}" for r in contests] or [r.network for r in networks])
+    return Outcome(suite, _title(suite, stamp, stamp["dtype"], stamp["batch"]), kept, kept_networks, stamp)
+
+
+def _title(suite: str, stamp: Mapping[str, str | float | None], dtype: str, batch: int | str) -> str:
+    return (
+        f"{suite} on {stamp['machine']}, {dtype}, batch {batch}, torch {stamp['torch']}, "
+        f"nearsight {stamp['commit']}, {stamp['date']}"
+    )
 
 
 def _contests(

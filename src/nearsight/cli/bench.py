@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from nearsight.bench.suites import Outcome, Settings, run_suite
+from nearsight.bench.suites import Outcome, Settings, read_suite, run_suite
 from nearsight.cli.app import examples, new_app
 from nearsight.cli.output import console
 from nearsight.errors import UserError
@@ -23,6 +23,7 @@ EXAMPLES = examples(
     "nearsight bench ops  # every backend beside its peers",
     "nearsight bench ops --quick --filter local  # local attention alone, in seconds",
     "nearsight bench ops --csv results.csv --plot ops.png  # for the record",
+    "nearsight bench ops --from results.csv --plot ops.png  # drawn again, nothing timed",
     "nearsight bench models --filter resnet50  # training images per second",
 )
 
@@ -55,16 +56,26 @@ def bench(
     json: Annotated[Path | None, typer.Option("--json", help="Write the same rows as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw a bar chart (.png, .svg or .pdf).")] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which nothing more is compiled.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Show and draw the rows of such a CSV file; time nothing.")
+    ] = None,
 ) -> None:
     """Time the ops, layers or networks beside what others use: convolutions, unfold, FlexAttention, timm's networks.
 
     What gives wrong results gets no time. "ours ÷ it" is the time of the backend a call takes by itself over that of the
     row: below 1, ours is faster. On CUDA, times are replays of a captured graph, with the plain launches beside them.
     """
-    place = _device(device)
     for path in (csv, json, plot):
         if path is not None and path.is_dir():
             raise UserError(f"got the folder {str(path)!r}, wanted the name of a file to write.")
+    if source is not None:
+        if csv is not None or json is not None:
+            raise UserError(
+                "got --from with --csv or --json, wanted --plot alone: nothing is measured that could be written."
+            )
+        _show(read_suite(suite.value, source, tuple(filters or ())), plot=plot)
+        return
+    place = _device(device)
     settings = Settings(
         device=place,
         dtype=_dtype(dtype, place),
@@ -74,7 +85,10 @@ def bench(
         filters=tuple(filters or ()),
         budget=budget,
     )
-    outcome = _run(suite.value, settings)
+    _show(_run(suite.value, settings), csv, json, plot)
+
+
+def _show(outcome: Outcome, csv: Path | None = None, json: Path | None = None, plot: Path | None = None) -> None:
     out = console()
     for table in outcome.tables():
         out.print(table)
