@@ -13,6 +13,9 @@ from nearsight.errors import UserError
 
 __all__ = ["plot_contests", "plot_networks"]
 
+# Shapes that fit beside each other; with more the subjects stand one above the other.
+ONE_ROW = 6
+
 OURS = "#1b7837"
 PEERS = ("#9ecae1", "#fdae6b", "#bcbddc", "#bdbdbd", "#fdd0a2", "#c7e9c0")
 
@@ -27,17 +30,22 @@ def plot_contests(path: Path, results: Sequence[Result], title: str) -> None:
     counts = [len({r.shape for r in timed if r.subject == s}) for s in subjects]
     # A little room for a single shape: its labels need it.
     widths = [max(count, 1.5) for count in counts]
-    figure, axes = plt.subplots(
-        1,
-        len(subjects),
-        figsize=(max(6.0, 2.4 + 1.9 * sum(widths)), 4.2),
-        squeeze=False,
-        layout="constrained",
-        gridspec_kw={"width_ratios": widths},
-    )
-    for axis, subject in zip(axes[0], subjects, strict=True):
+    if sum(widths) <= ONE_ROW:
+        figure, axes = plt.subplots(
+            1,
+            len(subjects),
+            figsize=(max(6.0, 2.4 + 1.9 * sum(widths)), 4.2),
+            squeeze=False,
+            layout="constrained",
+            gridspec_kw={"width_ratios": widths},
+        )
+    else:
+        size = max(6.0, 1.4 + 1.9 * max(widths)), 0.4 + 3.2 * len(subjects)
+        figure, axes = plt.subplots(len(subjects), 1, figsize=size, squeeze=False, layout="constrained")
+    for axis, subject in zip(axes.flat, subjects, strict=True):
         _panel(axis, [r for r in timed if r.subject == subject], subject)
-    axes[0][0].set_ylabel("forward + backward, ms")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("forward + backward, ms")
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -117,4 +125,6 @@ def _panel(axis: Any, results: Sequence[Result], subject: str) -> None:
     axis.margins(y=0.12)
     axis.set_title(subject, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=6.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    axis.legend(
+        fontsize=6.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2 if len(shapes) < 3 else 4
+    )
