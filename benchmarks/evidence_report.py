@@ -19,12 +19,13 @@ from evidence_rows import HERE, RESULTS, Claim, Row, Table, headline, read_resul
 
 PAGE = HERE.parent / "docs" / "results.md"
 IMAGES = "images"
+UNKNOWN = "not run yet"
 
 HEAD = """# Results on real images
 
 What the papers claim, tried with our own recipes on CIFAR-10. This page is written by `python
 benchmarks/evidence_report.py` from the JSON lines in [`benchmarks/results/evidence`](../benchmarks/results/evidence):
-every number is a run of the command beside it; a row without one has not been run yet.
+every number is a run of the command beside it; what has not been run yet is named below its table.
 
 Accuracy is top-1 in percent on the 10,000 test images, looked at once, at the end of a run (where a table says so: on
 images held out of the training set). With several seeds: mean ± standard deviation; else one seed. Multiply-adds are
@@ -93,7 +94,7 @@ def verdict(claim: Claim, scores: dict[str, Score | None]) -> tuple[str, str]:
     shown = " → ".join("–" if score is None else f"{score.mean:.2f}" for score in listed)
     known = [score for score in listed if score is not None]
     if len(known) < len(listed):
-        return shown, "not run yet"
+        return shown, UNKNOWN
     steps = []
     for low, high in itertools.pairwise(known):
         doubt = 2 * math.hypot(error_of(low, spread), error_of(high, spread))
@@ -145,13 +146,23 @@ def measured(table: Table, out: Path) -> str:
     for row in table.rows.values():
         found = next((result for result in results_of(row, out) if result["ok"]), None)
         if found is None:
-            rows.append([row.says, "not run yet", *["–"] * (len(head) - 2)])
             continue
         macs = f"{found['macs'] / 1e9:.3f}" if found["macs"] is not None else "–"
         numbers = [shown(name, found[name]) for name in metrics]
         cost = [f"{found['parameters'] / 1e6:.2f}", macs, str(found["epochs"]), f"{found['seconds']:.0f}"]
         rows.append([row.says, *numbers, *cost])
-    return markdown(head, rows) + "\n"
+    return "\n".join([*([markdown(head, rows) + "\n"] if rows else []), *waiting(table, out)])
+
+
+def known(row: Row, out: Path) -> bool:
+    """Whether anything was measured of a row: a run, good or bad, or its speed."""
+    return bool(results_of(row, out)) or read_result(out / "speed" / f"{row.table}-{row.name}.jsonl") is not None
+
+
+def waiting(table: Table, out: Path) -> list[str]:
+    """A line with the rows nobody has run yet, if there are any."""
+    names = [f"{row.name} ({row.says})" for row in table.rows.values() if not known(row, out)]
+    return [f"Not run yet: {'; '.join(names)}.\n"] if names else []
 
 
 def section(table: Table, out: Path) -> str:
@@ -160,12 +171,16 @@ def section(table: Table, out: Path) -> str:
     scores = {name: score_of(results_of(row, out)) for name, row in table.rows.items()}
     head = ["", "accuracy", "params, M", "mult-adds, G", "epochs", "images/s", "GiB", "s", "published"]
     parts = [f"## {table.title}\n\n{table.about.strip()}\n"]
-    parts.append(markdown(head, [cells(row, out, scores[name]) for name, row in table.rows.items()]) + "\n")
-    if table.claims:
-        rows = [[claim.says, claim.published, *verdict(claim, scores)] for claim in table.claims]
+    rows = [cells(row, out, scores[name]) for name, row in table.rows.items() if known(row, out)]
+    if rows:
+        parts.append(markdown(head, rows) + "\n")
+    rows = [[claim.says, claim.published, *verdict(claim, scores)] for claim in table.claims]
+    rows = [row for row in rows if row[-1] != UNKNOWN]
+    if rows:
         parts.append(markdown(["claim", "published", "ours", "verdict"], rows) + "\n")
+    parts += waiting(table, out)
     parts.append(runs(table, out))
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def runs(table: Table, out: Path) -> str:
@@ -267,6 +282,12 @@ def _save(figure: Any, folder: Path, name: str) -> str:
     return name
 
 
+def drawn_apart(folder: Path) -> dict[str, str | None]:
+    """Pictures that need data or checkpoints, by table; None where nobody has drawn them."""
+    pictures = {name: table.picture[0] for name, table in read_tables().items() if table.picture is not None}
+    return {name: file if (folder / file).is_file() else None for name, file in pictures.items()}
+
+
 def page(out: Path, figures: dict[str, str | None]) -> str:
     """The whole page from the results under `out`."""
     parts = [HEAD]
@@ -274,6 +295,8 @@ def page(out: Path, figures: dict[str, str | None]) -> str:
         parts.append(f"![Accuracy against parameters, multiply-adds and training time]({IMAGES}/{figures['cost']})\n")
     for name, table in read_tables().items():
         parts.append(section(table, out))
+        if figures.get(name) and table.picture is not None:
+            parts.append(f"![{table.title}]({IMAGES}/{figures[name]})\n\n{table.picture[1]}.\n")
         if name == RADII[-1] and figures.get("radius"):
             parts.append(f"![Learned radius of every augmented layer against depth]({IMAGES}/{figures['radius']})\n")
     return "\n".join(parts).rstrip() + "\n"
@@ -289,11 +312,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.check:
         kept = {name: f"results-{name}.png" for name in ("cost", "radius")}
         figures: dict[str, str | None] = {k: v if (folder / v).is_file() else None for k, v in kept.items()}
+        figures |= drawn_apart(folder)
         return int(not options.page.is_file() or options.page.read_text(encoding="utf-8") != page(options.out, figures))
     tables = read_tables()
     figures = {
         "cost": cost_figure(tables, options.out, folder),
         "radius": radius_figure(tables, options.out, folder),
+        **drawn_apart(folder),
     }
     options.page.write_text(page(options.out, figures), encoding="utf-8")
     print(f"wrote {options.page}")

@@ -66,13 +66,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A group of rows that may be compared."""
+    """A group of rows that may be compared; `picture` is (file, caption) of one that was drawn apart."""
 
     name: str
     title: str
     about: str
     rows: dict[str, Row]
     claims: list[Claim] = field(default_factory=list)
+    picture: tuple[str, str] | None = None
 
 
 def read_tables(path: Path = ROWS) -> dict[str, Table]:
@@ -88,7 +89,8 @@ def read_tables(path: Path = ROWS) -> dict[str, Table]:
             made["seeds"] = tuple(values.get("seeds", (0,)))
             rows[row] = Row(name, row, **made)
         claims = [Claim(**{**claim, "order": tuple(claim["order"])}) for claim in keys.get("claims", {}).values()]
-        tables[name] = Table(name, keys["title"], keys["about"], rows, claims)
+        picture = (keys["picture"]["file"], keys["picture"]["says"]) if "picture" in keys else None
+        tables[name] = Table(name, keys["title"], keys["about"], rows, claims, picture)
     return tables
 
 

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("benchmarks/ is not part of a source distribution", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "benchmarks"))
-evidence, report, rows = (importlib.import_module(name) for name in ("evidence", "evidence_report", "evidence_rows"))
+evidence, maps, report, rows = (
+    importlib.import_module(name) for name in ("evidence", "evidence_maps", "evidence_report", "evidence_rows")
+)
 
 TABLES = rows.read_tables()
 ROWS = [row for table in TABLES.values() for row in table.rows.values()]
@@ -31,8 +33,9 @@ def test_rows_are_valid_runs(row: Any) -> None:
     assert row.recipe in recipes.names()
     config = load_config(row.recipe, list(row.set))
     assert config.train.eval_every > config.schedule.epochs, "the test set is looked at once"
-    if row.table in ("sasa", "expatt", "qna"):
-        first: Any = load_config(next(iter(TABLES[row.table].rows.values())).recipe)
+    if row.table in ("sasa", "sasa40", "expatt", "qna"):
+        other = next(iter(TABLES[row.table].rows.values()))
+        first: Any = load_config(other.recipe, list(other.set))
         for section in ("schedule", "optimizer", "loss", "train", "data"):
             assert getattr(config, section) == getattr(first, section), section
 
@@ -93,7 +96,22 @@ def test_verdicts_follow_from_the_runs(tmp_path: Path, attention: float | None, 
     assert "94.50 ± 0.10 (3 seeds)" in text
     assert ("Runs that did not end well" in text) == (attention is None)
     assert ("| no result, see below |" in text) == (attention is None)
-    assert f"| {said} |" in text
+    assert (f"| {said} |" in text) == (attention is not None), "a claim nobody can judge yet has no line"
+
+
+def test_what_nobody_has_run_is_named_and_has_no_line(tmp_path: Path) -> None:
+    table = TABLES["sasa"]
+    assert "|" not in report.section(table, tmp_path)
+    put(tmp_path, "sasa/conv", 0.95)
+    rows.write_result(
+        tmp_path / "speed" / "sasa-late.jsonl", {"ok": True, "images_per_s": 1024.0, "peak_memory_bytes": 1}
+    )
+    text = report.section(table, tmp_path)
+    (line,) = [line for line in text.splitlines() if line.startswith("Not run yet: ")]
+    assert line.count("; ") == len(table.rows) - 3
+    assert "absolute (absolute positions); none (no positions)" in line
+    assert "conv (" not in line
+    assert "| attention in stages 3 and 4 only | not run yet | – | – | – | 1,024 |" in text
 
 
 def test_other_tasks_show_their_own_numbers(tmp_path: Path) -> None:
@@ -102,7 +120,10 @@ def test_other_tasks_show_their_own_numbers(tmp_path: Path) -> None:
     assert "|  | L1 | PSNR, dB | params, M | mult-adds, G | epochs | s |" in text
     assert "| QnA down and up | 0.0234 | 28.77 | 2.00 | 0.150 | 20 | 60 |" in text
     assert "→ 0.0234 in 60 s" in text
-    assert text.count("not run yet") == len(TABLES["faces"].rows) - 1
+    (line,) = [line for line in text.splitlines() if line.startswith("Not run yet: ")]
+    assert line.count("; ") == len(TABLES["faces"].rows) - 2 + sum(
+        ";" in row.says for row in TABLES["faces"].rows.values()
+    )
     put(tmp_path, "detect/bccd", 0.0, mAP50=0.8125, mAP=0.5, epochs=80, macs=None)
     assert "| 81.25 % | 50.00 % | 2.00 | – | 80 | 60 |" in report.section(TABLES["detect"], tmp_path)
 
@@ -127,6 +148,12 @@ def test_the_page_repeats_itself(tmp_path: Path) -> None:
     assert report.main([*words, "--check"]) == 0
     assert "results-radius.png" in page.read_text()
     assert (page.parent / "images" / "results-cost.png").is_file()
+    file, caption = TABLES["faces"].picture
+    assert caption not in page.read_text()
+    (page.parent / "images" / file).touch()
+    assert report.main([*words, "--check"]) == 1
+    assert report.main(words) == 0
+    assert f"![{TABLES['faces'].title}](images/{file})\n\n{caption}.\n" in page.read_text()
     put(tmp_path / "r", "expatt/gaussian", 0.951)
     assert report.main([*words, "--check"]) == 1
 
@@ -221,6 +248,15 @@ def test_the_archive_holds_everything(tmp_path: Path) -> None:
     evidence.pack(tmp_path / "r", tmp_path / "all.tgz")
     with tarfile.open(tmp_path / "all.tgz") as tar:
         assert "evidence/nano/conv-s0.jsonl" in tar.getnames()
+
+
+def test_shipped_networks_are_drawn_on_test_images(cifar: Path) -> None:
+    """An image and two maps per attention network in each line; what they show is tested where it is made."""
+    figure = maps.draw(str(cifar))
+    networks = [row for row in rows.chosen(["nano/*"]) if row.name != "conv"]
+    assert len(figure.axes) == len(maps.SHOWN) * (1 + 2 * len(networks))
+    titles = [axis.get_title() for axis in figure.axes[1 : 1 + 2 * len(networks) : 2]]
+    assert titles == [f"{row.says}\nfirst layer, one pixel" for row in networks]
 
 
 @pytest.mark.slow
