@@ -19,10 +19,13 @@ def make(dtype, size, channels, heads=4, batch=2, mask=False, mean=0.0, seed=0):
 
 
 def compare(inputs, kind="gaussian", **options):
+    """By the reference; on maps whose dense form would take gigabytes by the torch backend, which is tested against it."""
+
     def run(backend):
         return lambda **tensors: explicit_attention(**tensors, kind=kind, **options, backend=backend)
 
-    assert_by_error_rule(run("triton"), run("reference"), inputs)
+    height, width = inputs["values"].shape[1:3]
+    assert_by_error_rule(run("triton"), run("reference" if height * width <= 1024 else "torch"), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -61,7 +64,7 @@ def test_two_runs_agree_to_the_bit():
 
 
 def test_memory_is_that_of_the_map():
-    """The output, one product saved, one more in the backward, two gradients: nothing of size (HW)²."""
+    """The output, one product at a time in the forward, two in the backward, two gradients: nothing of size (HW)²."""
     inputs = make(torch.bfloat16, (112, 112), 64, batch=8)
     step(inputs)
     torch.cuda.synchronize()
@@ -103,4 +106,4 @@ def test_opcheck():
 
     inputs = make(torch.float32, (9, 7), 8)
     leaves = [inputs["values"].unflatten(3, (4, -1)).requires_grad_(), inputs["radius"].requires_grad_()]
-    torch.library.opcheck(triton_impl._forward, (*leaves, None, True, 1.0))
+    torch.library.opcheck(triton_impl._forward, (*leaves, None, True, 1.0, True))

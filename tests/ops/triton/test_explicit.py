@@ -64,9 +64,10 @@ def test_maps_of_many_tiles(dtype, mask):
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("mask", [None, 0.7])
-def test_wide_and_narrow_heads_of_one_call(dtype, offset, mask):
-    """Each head goes its own way: by nodes where the Gaussian is smooth, by axis products where it is not."""
-    inputs = make(dtype, size=(20, 34), batch=1, channels=6, mask=mask)
+@pytest.mark.parametrize("size", [(20, 34), (18, 9)])
+def test_wide_and_narrow_heads_of_one_call(dtype, offset, mask, size):
+    """Each head goes its own way: by nodes where the Gaussian is smooth; else by axis products, or whole on a small map."""
+    inputs = make(dtype, size=size, batch=1, channels=6, mask=mask)
     inputs["radius"] = torch.tensor([0.05, 0.31, 0.9])
     compare(inputs, offset=offset)
 
@@ -156,7 +157,8 @@ def test_the_registered_op_is_sound(mask):
 
     inputs = make(mask=mask)
     leaves = [inputs[n].requires_grad_() for n in ("values", "radius")]
-    torch.library.opcheck(triton_impl._forward, (*leaves, inputs["key_mask"], True, 1.0))
+    heads = leaves[0].detach().unflatten(3, (3, -1)).requires_grad_()
+    torch.library.opcheck(triton_impl._forward, (heads, leaves[1], inputs["key_mask"], True, 1.0, True))
 
     def run(values, radius):
         return explicit_attention(values, kind="gaussian", radius=radius, key_mask=inputs["key_mask"], backend="triton")

@@ -25,7 +25,7 @@ RADIUS_FLOOR = 1e-6
 
 
 class ExplicitCall(NamedTuple):
-    """Arguments in one form. `radius` is [1] or [heads], at least RADIUS_FLOOR, in the dtype the map is computed in."""
+    """Arguments in one form. `radius` is [1] or [heads] in the dtype the map is computed in."""
 
     values: Tensor
     radius: Tensor | None
@@ -106,9 +106,9 @@ def _check_radius(op: str, kind: str, radius: Any) -> None:
 
 
 def radius_as_tensor(radius: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """A radius as [1] or [heads] in `dtype`, kept above RADIUS_FLOOR."""
+    """A radius as [1] or [heads] in `dtype`."""
     if radius is None:
         return None
     if not isinstance(radius, Tensor):
-        return torch.full((1,), max(float(radius), RADIUS_FLOOR), dtype=dtype, device=device)
-    return radius.to(dtype).reshape(-1).clamp(min=RADIUS_FLOOR)
+        return torch.full((1,), float(radius), dtype=dtype, device=device)
+    return radius.to(dtype).reshape(-1)

@@ -3,6 +3,16 @@
 import triton
 import triton.language as tl
 
+from nearsight.ops.explicit.call import RADIUS_FLOOR
+
+FLOOR = tl.constexpr(RADIUS_FLOOR)
+
+
+@triton.jit
+def load_radius(at):
+    """A radius, no smaller than the floor, below which its gradient vanishes of itself; nan stays nan."""
+    return tl.maximum(tl.load(at), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+
 
 @triton.jit
 def profile(distance, size, sigma, GAUSSIAN: tl.constexpr):

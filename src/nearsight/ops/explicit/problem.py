@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Problem", "make"]
+__all__ = ["Problem", "Spec", "carve", "dense", "make"]
 
 
 class Problem(NamedTuple):
@@ -53,9 +55,31 @@ class Problem(NamedTuple):
 
 
 def make(values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float) -> Problem:
-    return Problem(dense_channels(values), radius.contiguous(), key_mask, gaussian, offset)
+    return Problem(dense(values), radius.contiguous(), key_mask, gaussian, offset)
 
 
-def dense_channels(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """The tensor, copied only where its last axis is not dense."""
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+class Spec(NamedTuple):
+    """The shape and dtype of a table."""
+
+    shape: list[int]
+    dtype: torch.dtype
+
+    @property
+    def words(self) -> int:
+        """Its size in float32 numbers, so many that the next table starts at a multiple of 16 bytes."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // 16) * 4
+
+
+def carve(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """The tables that a float32 buffer holds one after the other."""
+    tables, first = [], 0
+    for spec in specs:
+        count = math.prod(spec.shape)
+        tables.append(buffer[first : first + spec.words].view(spec.dtype)[:count].view(spec.shape))
+        first += spec.words
+    return tables

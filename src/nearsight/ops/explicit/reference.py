@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nearsight.ops.dispatch import full_precision
-from nearsight.ops.explicit.call import ExplicitCall
+from nearsight.ops.explicit.call import RADIUS_FLOOR, ExplicitCall
 
 __all__ = ["map_at", "pixels", "run", "smallest_normaliser", "weights"]
 
@@ -21,7 +21,7 @@ def map_at(kind: str, dy: Tensor, dx: Tensor, height: int, width: int, radius: T
     if radius is None:
         distance = ((dy.square() + dx.square()) / (height * height + width * width)).sqrt()
         return 1 - distance if kind == "linear" else 0.5 * (1 + (math.pi * distance).cos())
-    radius = radius.reshape(-1, *[1] * (dy.dim() - 1))
+    radius = radius.clamp(min=RADIUS_FLOOR).reshape(-1, *[1] * (dy.dim() - 1))
     y, x = dy / height, dx / width
     if kind == "gaussian":
         # Divided by σ before squaring: σ² of a small radius would underflow.

@@ -1,12 +1,12 @@
 """Explicit attention's separable kinds in Triton: registered torch ops with their gradients, refusals, and who runs what.
 
-Small maps go whole through one kernel per direction (`whole/`). Larger ones go, head by head and decided on the GPU by the
-radius, through nodes (`nodes/`: a wide Gaussian) or through axis products (`axes/`: all else).
+Each head goes its way, decided on the GPU by its radius: through nodes (`nodes/`: a wide Gaussian), through one kernel per
+direction (`whole/`: a small map) or through axis products (`axes/`: all else).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,39 +34,77 @@ def refusal(call: ExplicitCall) -> str | None:
 
 def run(call: ExplicitCall) -> Tensor:
     assert call.radius is not None
-    return _forward(call.values, call.radius, call.key_mask, call.kind == "gaussian", call.offset)[0]
+    # Five axes: a compiler takes four for NCHW and lays them out anew, by copies, where they meet convolutions.
+    values = call.values.unflatten(3, (call.heads, -1))
+    want_radius = call.radius.requires_grad and torch.is_grad_enabled()
+    return _forward(values, call.radius, call.key_mask, call.kind == "gaussian", call.offset, want_radius)[0].flatten(3)
 
 
-def _is_whole(values: Tensor) -> bool:
+class _Tables(NamedTuple):
+    """What depends on the sizes and radii alone, made once for both directions; None where no head can go that way."""
+
+    nodes: nodes.Tables | None
+    axes: axes.Tables | None
+
+
+def _is_small(values: Tensor) -> bool:
     return max(values.shape[1:3]) <= whole.LARGEST
+
+
+def _specs(
+    values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float
+) -> tuple[list[problem.Spec], list[problem.Spec]]:
+    """The tables of the nodes and of the axes."""
+    between = nodes.can_run((values.shape[1], values.shape[2]), key_mask, gaussian, offset)
+    heads = radius.shape[0]
+    return (
+        nodes.Tables.specs(values, heads, key_mask) if between else [],
+        [] if _is_small(values) else axes.Tables.specs(values, heads),
+    )
+
+
+def _tables(p: problem.Problem, buffer: Tensor) -> _Tables:
+    of_nodes, of_axes = _specs(p.values, p.radius, p.key_mask, p.gaussian, p.offset)
+    tables = problem.carve(buffer, of_nodes + of_axes)
+    first, second = tables[: len(of_nodes)], tables[len(of_nodes) :]
+    return _Tables(nodes.Tables(*first) if first else None, axes.Tables(*second) if second else None)
 
 
 @torch.library.custom_op("nearsight::explicit_triton", mutates_args=())
 def _forward(
-    values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float
-) -> tuple[Tensor, Tensor]:
-    """The output, and the centred coefficients of the values between the nodes (empty where no head can go that way)."""
-    out, coefficients = _empty_outputs(values, radius, key_mask, gaussian, offset)
+    values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float, want_radius: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of values [B, H, W, heads, D]; for the backward the nodes' slopes (empty where the radius' gradient is not
+    wanted or no head can go that way) and the tables."""
+    outputs = out, slopes, buffer = _empty_outputs(values, radius, key_mask, gaussian, offset, want_radius)
     if out.numel() == 0:
-        return out, coefficients
-    p = problem.make(values, radius, key_mask, gaussian, offset)
-    if _is_whole(values):
-        whole.forward(p, out)
-        return out, coefficients
-    least = nodes.least_radius(p)
-    axes.forward(p, out, least)
-    if coefficients.numel():
-        nodes.forward(p, out, coefficients, least)
-    return out, coefficients
+        return outputs
+    p = problem.make(values.flatten(3), radius, key_mask, gaussian, offset)
+    least, tables = nodes.least_radius(p), _tables(p, buffer)
+    if tables.nodes is not None:
+        nodes.prepare(p, tables.nodes)
+        nodes.forward(p, tables.nodes, out, slopes, least)
+    if tables.axes is not None:
+        axes.prepare(p, tables.axes, least)
+        axes.forward(p, tables.axes, out, least)
+    else:
+        whole.forward(p, out, least)
+    return outputs
 
 
 @_forward.register_fake
 def _empty_outputs(
-    values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float
-) -> tuple[Tensor, Tensor]:
-    between = not _is_whole(values) and nodes.can_run(key_mask, gaussian, offset)
-    shape = nodes.coefficients_shape(values.shape[0], values.shape[3]) if between else [0]
-    return values.new_empty(values.shape), values.new_empty(shape, dtype=torch.float32)
+    values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float, want_radius: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_nodes, of_axes = _specs(values, radius, key_mask, gaussian, offset)
+    sloped = want_radius and of_nodes
+    shape = nodes.slopes_shape(values.shape[0], values.shape[3] * values.shape[4]) if sloped else [0]
+    words = sum(spec.words for spec in of_nodes + of_axes)
+    return (
+        values.new_empty(values.shape),
+        values.new_empty(shape, dtype=torch.float32),
+        values.new_empty([words], dtype=torch.float32),
+    )
 
 
 @torch.library.custom_op("nearsight::explicit_triton_backward", mutates_args=())
@@ -75,7 +113,8 @@ def _backward(
     values: Tensor,
     radius: Tensor,
     key_mask: Tensor | None,
-    coefficients: Tensor,
+    slopes: Tensor,
+    buffer: Tensor,
     gaussian: bool,
     offset: float,
     want_radius: bool,
@@ -83,25 +122,24 @@ def _backward(
     """Gradients of values and radius; the latter is empty where it is not wanted."""
     from nearsight.ops.explicit import kernels
 
-    dvalues, dradius = _empty_gradients(grad, values, radius, key_mask, coefficients, gaussian, offset, want_radius)
+    dvalues, dradius = _empty_gradients(grad, values, radius, key_mask, slopes, buffer, gaussian, offset, want_radius)
     if values.numel() == 0:
         return dvalues, dradius.zero_()
-    p, grad = problem.make(values, radius, key_mask, gaussian, offset), problem.dense_channels(grad)
+    p, grad = problem.make(values.flatten(3), radius, key_mask, gaussian, offset), problem.dense(grad.flatten(3))
 
     def empty_shares(count: int) -> Tensor:
         return values.new_empty([p.heads, count if want_radius else 0], dtype=torch.float32)
 
-    if _is_whole(values):
-        least = -1.0  # every head's shares are the first ones
-        wide = narrow = empty_shares(whole.share_count(p))
-        whole.backward(p, grad, dvalues, wide, want_radius)
-    else:
-        least = nodes.least_radius(p)
+    least, tables = nodes.least_radius(p), _tables(p, buffer)
+    if tables.axes is not None:
         wide = narrow = empty_shares(axes.share_count(p))
-        axes.backward(p, grad, dvalues, narrow, least, want_radius)
-        if coefficients.numel():
-            wide = empty_shares(nodes.share_count(p))
-            nodes.backward(p, grad, coefficients, dvalues, wide, least, want_radius)
+        axes.backward(p, tables.axes, grad, dvalues, narrow, least, want_radius)
+    else:
+        wide = narrow = empty_shares(whole.share_count(p))
+        whole.backward(p, grad, dvalues, narrow, least, want_radius)
+    if tables.nodes is not None:
+        wide = empty_shares(nodes.share_count(p))
+        nodes.backward(p, tables.nodes, grad, slopes, dvalues, wide, least, want_radius)
     if want_radius:
         counts = wide.shape[1], narrow.shape[1]
         kernels.add_shares[(p.heads, 1, 1)](p.radius, wide, narrow, dradius, *counts, least, BLOCK=1024, num_warps=8)
@@ -114,7 +152,8 @@ def _empty_gradients(
     values: Tensor,
     radius: Tensor,
     key_mask: Tensor | None,
-    coefficients: Tensor,
+    slopes: Tensor,
+    buffer: Tensor,
     gaussian: bool,
     offset: float,
     want_radius: bool,
@@ -123,17 +162,17 @@ def _empty_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    values, radius, key_mask, gaussian, offset = inputs
-    ctx.save_for_backward(values, radius, key_mask, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for the output that only the backward reads
+    values, radius, key_mask, gaussian, offset, ctx.want_radius = inputs
+    ctx.save_for_backward(values, radius, key_mask, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for the outputs that only the backward reads
     ctx.options = gaussian, offset
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    want_radius = ctx.needs_input_grad[1]
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    want_radius = ctx.needs_input_grad[1] and ctx.want_radius
     dvalues, dradius = _backward(grad, *ctx.saved_tensors, *ctx.options, want_radius)
-    return dvalues, dradius if want_radius else None, None, None, None
+    return dvalues, dradius if want_radius else None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

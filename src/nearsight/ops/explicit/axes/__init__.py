@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from nearsight.ops.dispatch import full_precision
-from nearsight.ops.explicit.problem import Problem
+from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
 from nearsight.ops.triton_support import next_power_of_two
 
-__all__ = ["Tile", "backward", "forward", "product_dtype", "share_count", "tile"]
+__all__ = ["Tables", "Tile", "backward", "forward", "prepare", "product_dtype", "share_count", "tile"]
 
 # Programs that keep a large GPU busy; with more tiles each takes several.
 WANTED_PROGRAMS = 1024
@@ -111,36 +111,54 @@ def share_count(p: Problem) -> int:
     return p.batch * (launch.tiles(False) + launch.tiles(True))
 
 
-class _Saved(NamedTuple):
-    """What both directions need: V g_x; g and dg/dσ of both axes; their row sums; partial sums of V; what V is centred by."""
+class Tables(NamedTuple):
+    """g and dg/dσ of both axes of each head, and their row sums."""
 
-    product: Tensor
     matrices: Tensor
     sums: Tensor
-    totals: Tensor
-    centres: Tensor
+
+    @staticmethod
+    def specs(values: Tensor, heads: int) -> list[Spec]:
+        side = next_power_of_two(max(values.shape[1:3]))
+        return [
+            Spec([heads, 4, side, side], product_dtype(values.dtype)),
+            Spec([heads, 5, side], torch.float32),
+        ]
 
 
-def _along_x(launch: _Launch, least: float) -> _Saved:
-    """The matrices, and the first product."""
+def prepare(p: Problem, tables: Tables, least: float) -> None:
+    """Write the tables of the heads whose radius is below `least`."""
     from nearsight.ops.explicit.axes import kernels
 
-    p, side = launch.p, launch.side
-    (height, width), narrow = p.size, product_dtype(p.values.dtype)
-    new = p.values.new_empty
-    matrices = new([p.heads, 4, side, side], dtype=narrow)
-    sums = new([p.heads, 5, side], dtype=torch.float32)
-    kernels.tables[(2 * p.heads * (side // TABLE_ROWS), 1, 1)](
+    (height, width), side = p.size, tables.sums.shape[2]
+    kernels.tables[(2 * p.heads * -(-side // TABLE_ROWS), 1, 1)](
         p.radius,
-        matrices,
-        sums,
+        *tables,
         height,
         width,
         p.offset * height * width,
+        least,
         SIDE=side,
         ROWS=TABLE_ROWS,
         GAUSSIAN=p.gaussian,
     )
+
+
+class _Saved(NamedTuple):
+    """What both directions need: V g_x; partial sums of V; what V is centred by."""
+
+    product: Tensor
+    totals: Tensor
+    centres: Tensor
+
+
+def _along_x(launch: _Launch, tables: Tables, least: float) -> _Saved:
+    """The first product."""
+    from nearsight.ops.explicit.axes import kernels
+
+    p = launch.p
+    (height, width), narrow = p.size, product_dtype(p.values.dtype)
+    new = p.values.new_empty
     product = new(p.values.shape, dtype=narrow)
     totals = new([p.batch, launch.blocks(True), p.channels], dtype=torch.float32)
     centres = new([p.batch, p.channels], dtype=torch.float32)
@@ -149,8 +167,7 @@ def _along_x(launch: _Launch, least: float) -> _Saved:
         p.values,
         mask,
         p.radius,
-        matrices,
-        sums,
+        *tables,
         product,
         totals,
         centres,
@@ -162,22 +179,21 @@ def _along_x(launch: _Launch, least: float) -> _Saved:
         *mask_strides,
         **launch.constants,
     )
-    return _Saved(product, matrices, sums, totals, centres)
+    return _Saved(product, totals, centres)
 
 
-def forward(p: Problem, out: Tensor, least: float) -> None:
+def forward(p: Problem, tables: Tables, out: Tensor, least: float) -> None:
     """Write the output of the heads whose radius is below `least`."""
     from nearsight.ops.explicit.axes import kernels
 
     launch = _Launch(p)
-    saved = _along_x(launch, least)
+    saved = _along_x(launch, tables, least)
     (height, width), offset = p.size, p.offset
-    inverse, _ = _masses(p, saved, offset)
+    inverse, _ = _masses(p, tables)
     kernels.forward_y[launch.grid(False)](
         saved.product,
         p.radius,
-        saved.matrices,
-        saved.sums,
+        *tables,
         inverse,
         saved.totals,
         saved.centres,
@@ -194,7 +210,9 @@ def forward(p: Problem, out: Tensor, least: float) -> None:
     )
 
 
-def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: float, want_radius: bool) -> None:
+def backward(
+    p: Problem, tables: Tables, grad: Tensor, dvalues: Tensor, shares: Tensor, least: float, want_radius: bool
+) -> None:
     """Write the gradients of the heads whose radius is below `least`; `shares` [heads, B, …] of the radius'.
 
     V g_x is made again rather than saved: nobody knows before the kernels run whether a head needs it.
@@ -202,9 +220,9 @@ def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: f
     from nearsight.ops.explicit.axes import kernels
 
     launch = _Launch(p)
-    saved = _along_x(launch, least)
+    saved = _along_x(launch, tables, least)
     (height, width), offset = p.size, p.offset
-    inverse, slope = _masses(p, saved, offset)
+    inverse, slope = _masses(p, tables)
     second_totals = p.values.new_empty([p.batch, launch.blocks(False), p.channels], dtype=torch.float32)
     second = torch.empty_like(saved.product)
     first_shares = launch.tiles(False)
@@ -213,8 +231,7 @@ def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: f
         grad,
         saved.product,
         p.radius,
-        saved.matrices,
-        saved.sums,
+        *tables,
         inverse,
         slope,
         saved.totals,
@@ -241,7 +258,7 @@ def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: f
         mask,
         second,
         p.radius,
-        saved.matrices,
+        tables.matrices,
         second_totals,
         saved.centres,
         dvalues,
@@ -263,18 +280,18 @@ def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: f
     )
 
 
-def _masses(p: Problem, saved: _Saved, offset: float) -> tuple[Tensor, Tensor]:
+def _masses(p: Problem, tables: Tables) -> tuple[Tensor, Tensor]:
     """1/N and (h − h₀)·N of a masked call, [B, heads, H, W]; without a mask the kernels find them from the row sums."""
     if p.key_mask is None:
-        return saved.matrices, saved.matrices
+        return tables.matrices, tables.matrices
     height, width = p.size
     with full_precision(p.values):
-        g = saved.matrices.float()
+        g = tables.matrices.float()
         rows, rows_slope = g[:, 0, :height, :height], g[:, 1, :height, :height]
         columns, columns_slope = g[:, 2, :width, :width], g[:, 3, :width, :width]
         valid = p.key_mask[:, None].float()
-        along_y, count = rows @ valid, offset * valid.sum((2, 3), keepdim=True)
+        along_y, count = rows @ valid, p.offset * valid.sum((2, 3), keepdim=True)
         mass = along_y @ columns + count
-        slope = rows_slope @ valid @ columns + along_y @ columns_slope - saved.sums[:, 4, :1, None] * count
+        slope = rows_slope @ valid @ columns + along_y @ columns_slope - tables.sums[:, 4, :1, None] * count
         inverse = torch.where(mass > smallest_normaliser(torch.float32), 1 / mass, 0.0)
     return inverse, slope

@@ -21,12 +21,12 @@ radius is at least `least` are left to nodes.
 import triton
 import triton.language as tl
 
-from nearsight.ops.explicit.kernels import axis_matrix
+from nearsight.ops.explicit.kernels import axis_matrix, load_radius
 
 
-@triton.jit(do_not_specialize=["H", "W"])
+@triton.jit(do_not_specialize=["H", "W", "least"])
 def tables(
-    radius, out, sums, H, W, mass,
+    radius, out, sums, H, W, mass, least,
     SIDE: tl.constexpr, ROWS: tl.constexpr, GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of g and dg of one axis and head, and their sums."""
@@ -36,7 +36,9 @@ def tables(
     axis = (pid // row_blocks) % 2
     head = pid // (row_blocks * 2)
     j = tl.arange(0, SIDE)
-    sigma = tl.load(radius + head)
+    sigma = load_radius(radius + head)
+    if sigma >= least:
+        return
     gy, dgy = axis_matrix(H // 2, j, H, sigma, GAUSSIAN)
     gx, dgx = axis_matrix(W // 2, j, W, sigma, GAUSSIAN)
     gy, dgy, gx, dgx = tl.sum(gy, axis=0), tl.sum(dgy, axis=0), tl.sum(gx, axis=0), tl.sum(dgx, axis=0)

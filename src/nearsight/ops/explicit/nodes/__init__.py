@@ -7,224 +7,187 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearsight.ops.explicit.problem import Problem
+from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
 from nearsight.ops.triton_support import next_power_of_two
 
-__all__ = ["backward", "can_run", "coefficients_shape", "forward", "least_radius", "share_count"]
+__all__ = ["Tables", "backward", "can_run", "forward", "least_radius", "prepare", "share_count", "slopes_shape"]
 
 NODES = 16
-BASIS_ROWS = 32
-WANTED_PROGRAMS = 512
+# Numbers that a head, and an image's mask and a head, have between the nodes: as in `kernels.py`.
+PER_HEAD, PER_MASK = 1120, 772
+PREPARE_BLOCK, MASK_BLOCK = 128, 32
 
 
 class Tile(NamedTuple):
-    """What a program of `project` or `expand` takes: channels, rows at a time; and how it runs."""
+    """What a program takes: channels; columns and rows at a time on the way in and on the way out; and how it runs."""
 
     channels: int
-    rows: int
+    in_columns: int
+    in_rows: int
+    out_columns: int
+    out_rows: int
     warps: int
     stages: int
+    registers: int | None
 
 
-PROJECT = Tile(16, 64, 4, 2)
-EXPAND = Tile(16, 32, 4, 1)
-NODE_CHANNELS = 8
+HALF = Tile(16, 16, 32, 16, 16, 4, 3, 128)
+FULL = Tile(8, 16, 16, 16, 16, 4, 2, None)
 
 
-def can_run(key_mask: Tensor | None, gaussian: bool, offset: float) -> bool:
+def can_run(size: tuple[int, int], key_mask: Tensor | None, gaussian: bool, offset: float) -> bool:
     """Whether a head whose radius is wide can go this way.
 
-    A mask leaves N as smooth as it was, but without an offset N may come near zero, and 1/N is not smooth there.
+    A mask leaves N as smooth as it was, but without an offset N may come near zero, and 1/N is not smooth there. Maps no
+    larger than the nodes are left alone.
     """
-    return gaussian and (key_mask is None or offset >= 0.5)
+    return gaussian and max(size) > NODES and (key_mask is None or offset >= 0.5)
 
 
 def least_radius(p: Problem) -> float:
     """The radius from which 16 nodes an axis give the map and its slope to rounding: worst errors of g and dg/dσ, over
     their maxima, 1e-8 and 2e-7 at 0.3, 4e-6 and 7e-5 at 0.2. Infinite where no head can go this way.
     """
-    if not can_run(p.key_mask, p.gaussian, p.offset):
+    if not can_run(p.size, p.key_mask, p.gaussian, p.offset):
         return float("inf")
     return 0.3 if p.values.dtype == torch.float32 else 0.2
 
 
-def coefficients_shape(batch: int, channels: int) -> list[int]:
-    return [batch, NODES, NODES, channels]
+def slopes_shape(batch: int, channels: int) -> list[int]:
+    return [batch, NODES * NODES, channels]
+
+
+class Tables(NamedTuple):
+    """L of both axes in parts, as rows and as columns; what each head has between the nodes, and each mask."""
+
+    rows: Tensor
+    columns: Tensor
+    between: Tensor
+    masses: Tensor
+
+    @staticmethod
+    def specs(values: Tensor, heads: int, key_mask: Tensor | None) -> list[Spec]:
+        side = next_power_of_two(max(values.shape[1:3]))
+        full = values.dtype == torch.float32
+        return [
+            Spec([2, 2, NODES, side], values.dtype),
+            Spec([2, 2, side, NODES], torch.float32 if full else torch.bfloat16),
+            Spec([heads, PER_HEAD], torch.float32),
+            Spec([1 if key_mask is None else values.shape[0], heads, PER_MASK], torch.float32),
+        ]
+
+
+def prepare(p: Problem, tables: Tables) -> None:
+    """Write what depends on the size, the radii and the mask alone."""
+    from nearsight.ops.explicit.nodes import kernels
+
+    side = tables.rows.shape[3]
+    kernels.prepare[(2 * p.heads, 1, 1)](
+        p.radius, *tables[:3], *p.size, SIDE=side, BLOCK=min(side, PREPARE_BLOCK), PARTS=p.parts, num_warps=8
+    )
+    if p.key_mask is not None:
+        mask, mask_strides = p.mask
+        kernels.prepare_mask[(p.batch * p.heads, 1, 1)](
+            mask,
+            tables.rows,
+            tables.between,
+            tables.masses,
+            *p.size,
+            p.offset,
+            smallest_normaliser(torch.float32),
+            *mask_strides,
+            HEADS=p.heads,
+            SIDE=side,
+            BLOCK=min(side, MASK_BLOCK),
+            PARTS=p.parts,
+        )
+
+
+def _tile(p: Problem) -> Tile:
+    return FULL if p.values.dtype == torch.float32 else HALF
+
+
+def _channels(p: Problem) -> int:
+    return min(next_power_of_two(p.per_head), _tile(p).channels)
 
 
 def share_count(p: Problem) -> int:
-    """Shares of a head's radius' gradient that the backward leaves."""
-    return p.batch * -(-p.per_head // _node_channels(p))
+    """Shares of a head's radius' gradient that the backward leaves: one a program."""
+    return p.batch * -(-p.per_head // _channels(p))
 
 
-class _Basis(NamedTuple):
-    table: Tensor
-    sums: Tensor
-
-
-def _basis(p: Problem) -> _Basis:
-    from nearsight.ops.explicit.nodes import kernels
-
-    side = next_power_of_two(max(p.size))
-    table = p.values.new_empty([2, NODES, side], dtype=torch.float32)
-    sums = p.values.new_empty([2, 2, NODES], dtype=torch.float32)
-    kernels.basis[(2, 1, 1)](table, sums, *p.size, SIDE=side, ROWS=BASIS_ROWS)
-    return _Basis(table, sums)
-
-
-def _project(p: Problem, values: Tensor, basis: _Basis, least: float, masked: bool) -> Tensor:
-    """Coefficients of `values`, [B, strips, 16, 16, C]."""
-    from nearsight.ops.explicit.nodes import kernels
-
-    batch, height, width, channels = values.shape
-    c = min(max(next_power_of_two(channels), 8), PROJECT.channels)
-    blocks, strips, grid = _strips(batch * -(-channels // c), width)
-    coefficients = values.new_empty([batch, strips, NODES, NODES, channels], dtype=torch.float32)
-    mask, mask_strides = p.mask
-    kernels.project[grid](
-        values,
-        mask,
-        p.radius,
-        basis.table,
-        coefficients,
-        height,
-        width,
-        blocks,
-        least,
-        *values.stride()[:3],
-        *mask_strides,
-        C=channels,
-        DH=-(-channels // p.heads),
-        ALIKE=1 if channels == 1 else _alike(p),
-        SIDE=basis.table.shape[2],
-        CB=c,
-        BK=PROJECT.rows,
-        MASKED=masked and p.key_mask is not None,
-        PARTS=p.parts,
-        num_warps=PROJECT.warps,
-        num_stages=PROJECT.stages,
-    )
-    return coefficients
-
-
-def _project_mask(p: Problem, basis: _Basis, least: float) -> Tensor:
-    """Coefficients of the mask, one channel for every head; any tensor stands for an absent one."""
-    if p.key_mask is None:
-        return basis.table
-    valid = p.key_mask[..., None].to(torch.bfloat16 if p.values.dtype != torch.float32 else torch.float32)
-    return _project(p, valid, basis, -1.0, masked=False)
-
-
-def _expand(p: Problem, nodes: Tensor, basis: _Basis, out: Tensor, least: float, masked: bool) -> None:
-    from nearsight.ops.explicit.nodes import kernels
-
-    c = min(max(next_power_of_two(p.channels), 8), EXPAND.channels)
-    blocks, _, grid = _strips(p.batch * -(-p.channels // c), p.size[1])
-    mask, mask_strides = p.mask
-    kernels.expand[grid](
-        nodes,
-        mask,
-        p.radius,
-        basis.table,
-        out,
-        *p.size,
-        blocks,
-        least,
-        *mask_strides,
-        C=p.channels,
-        DH=p.per_head,
-        ALIKE=_alike(p),
-        SIDE=basis.table.shape[2],
-        CB=c,
-        BM=EXPAND.rows,
-        MASKED=masked and p.key_mask is not None,
-        PARTS=p.parts,
-        num_warps=EXPAND.warps,
-        num_stages=EXPAND.stages,
-    )
-
-
-def _strips(programs: int, width: int) -> tuple[int, int, tuple[int, int, int]]:
-    """Blocks of 16 columns in a strip, strips, and the grid: as few strips as keep a large GPU busy."""
-    blocks = -(-width // NODES)
-    per_strip = -(-blocks // max(1, min(blocks, -(-WANTED_PROGRAMS // programs))))
-    strips = -(-blocks // per_strip)
-    return per_strip, strips, (programs * strips, 1, 1)
-
-
-def _alike(p: Problem) -> int:
-    """Neighbouring channels, a power of two, that surely belong to one head."""
-    return min(p.per_head & -p.per_head, 8)
-
-
-def _node_channels(p: Problem) -> int:
-    return min(next_power_of_two(p.per_head), NODE_CHANNELS)
-
-
-def _node_constants(p: Problem) -> dict[str, Any]:
-    return {
+def _constants(p: Problem, tables: Tables) -> dict[str, Any]:
+    tile = _tile(p)
+    constants = {
         "HEADS": p.heads,
         "DH": p.per_head,
-        "CB": _node_channels(p),
+        "SIDE": tables.rows.shape[3],
+        "CB": _channels(p),
+        "PX": tile.in_columns,
+        "PY": tile.in_rows,
+        "EX": tile.out_columns,
+        "EY": tile.out_rows,
         "MASKED": p.key_mask is not None,
         "PARTS": p.parts,
-        "num_warps": 4,
-        "num_stages": 1,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }
+    if tile.registers is not None and torch.version.hip is None:
+        constants["maxnreg"] = tile.registers
+    return constants
 
 
-def forward(p: Problem, out: Tensor, centred: Tensor, least: float) -> None:
-    """Write the output of the heads whose radius is at least `least`, and their centred coefficients (zero for other heads)."""
+def forward(p: Problem, tables: Tables, out: Tensor, slopes: Tensor, least: float) -> None:
+    """Write the output of the heads whose radius is at least `least`, and, unless empty, their slopes (zero for other heads)."""
     from nearsight.ops.explicit.nodes import kernels
 
-    basis = _basis(p)
-    coefficients = _project(p, p.values, basis, least, masked=True)
-    of_mask = _project_mask(p, basis, least)
-    nodes = torch.empty_like(centred)
-    kernels.nodes_forward[(p.heads * share_count(p), 1, 1)](
-        coefficients,
-        of_mask,
+    mask, mask_strides = p.mask
+    kernels.forward[(p.heads * share_count(p), 1, 1)](
+        p.values,
+        mask,
         p.radius,
-        basis.sums,
-        centred,
-        nodes,
+        *tables,
+        out,
+        slopes,
         *p.size,
-        coefficients.shape[1],
-        of_mask.shape[1],
         p.offset,
         least,
         smallest_normaliser(torch.float32),
-        **_node_constants(p),
+        *p.values.stride()[:3],
+        *mask_strides,
+        WANT_RADIUS=slopes.numel() > 0,
+        **_constants(p, tables),
     )
-    _expand(p, nodes, basis, out, least, masked=False)
 
 
 def backward(
-    p: Problem, grad: Tensor, centred: Tensor, dvalues: Tensor, shares: Tensor, least: float, want_radius: bool
+    p: Problem,
+    tables: Tables,
+    grad: Tensor,
+    slopes: Tensor,
+    dvalues: Tensor,
+    shares: Tensor,
+    least: float,
+    want_radius: bool,
 ) -> None:
     """Write the gradients of the heads whose radius is at least `least`; `shares` [heads, …] of the radius'."""
     from nearsight.ops.explicit.nodes import kernels
 
-    basis = _basis(p)
-    coefficients = _project(p, grad, basis, least, masked=False)
-    of_mask = _project_mask(p, basis, least)
-    nodes = torch.empty_like(centred)
-    kernels.nodes_backward[(p.heads * share_count(p), 1, 1)](
-        coefficients,
-        of_mask,
+    mask, mask_strides = p.mask
+    kernels.backward[(p.heads * share_count(p), 1, 1)](
+        grad,
+        mask,
         p.radius,
-        basis.sums,
-        centred,
-        nodes,
+        *tables,
+        slopes,
+        dvalues,
         shares,
         *p.size,
-        coefficients.shape[1],
-        of_mask.shape[1],
         p.offset,
         least,
-        smallest_normaliser(torch.float32),
+        *grad.stride()[:3],
+        *mask_strides,
         WANT_RADIUS=want_radius,
-        **_node_constants(p),
+        **_constants(p, tables),
     )
-    _expand(p, nodes, basis, dvalues, least, masked=True)

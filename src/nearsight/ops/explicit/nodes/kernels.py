@@ -4,195 +4,109 @@ A Gaussian that is wide beside the map is smooth along each axis, so it is, to r
 r = 16 Chebyshev nodes t of the axis: g(y, y') = Σ_ab L_a(y) g(t_a, t_b) L_b(y'), with L_a the Lagrange polynomials. L knows
 nothing of the radius. In the nodes' space, with K_ab = g(t_a, t_b),
 
-    A = L_y' V L_x          [r, r] per image and channel: `project`
-    X = (K_y A K_x + offset·ΣA) / N ,   N the same of ones, at the nodes: `nodes_forward`
-    out = L_y X L_x'        for S/N is as smooth as S: `expand`
+    A = L_y' V L_x                               [r, r] per image and channel: `_project`
+    X = (K_y A K_x + offset·ΣA) / N ,            N the same of ones, at the nodes
+    out = L_y X L_x'                             for S/N is as smooth as S: `_expand`
 
-and the gradient goes the same way: D = L_y' G L_x, then K_y (D / N) K_x + offset·Σ(D / N) at the nodes, then `expand`. The
-radius' gradient is a sum over the nodes, Σ (D / N)·(K'_y A K_x + K_y A K'_x − N'·X).
+and the gradient goes the same way: D = L_y' G L_x, then K_y (D / N) K_x + offset·Σ(D / N) at the nodes, then L_y … L_x'. The
+radius' gradient is a sum over the nodes, Σ (D / N)·(K'_y A K_x + K_y A K'_x − N'·X), the bracket made by the forward, which
+has its parts at hand. One program does all of it for an image and a few channels.
 
 The weights of a pixel sum to 1, so A may be centred, which leaves ΣA = 0: A − a·M with M the coefficients of ones (or of the
 mask) and a = ΣA / ΣM, added again to X.
 
-Coefficients lie as [B, r along x, r along y, C], float32. Heads whose radius is below `least` are left
-to the axis products.
+A tile is [rows, columns·CB], its column n being pixel or node n // CB and channel n % CB. Heads whose radius is below `least`
+are left to the axis products.
 """
 
 import triton
 import triton.language as tl
 
-from nearsight.ops.explicit.kernels import product, profile, split
+from nearsight.ops.explicit.kernels import load_radius, product, profile, split
+
+# What `prepare` leaves of a head: K_y, K'_y, K_x, K'_x [4, r, r], their products with the sums of L [4, r], those sums [2, r].
+K_Y, SLOPE_Y, K_X, SLOPE_X = (tl.constexpr(256 * i) for i in range(4))
+MASS_Y, MASS_SLOPE_Y, MASS_X, MASS_SLOPE_X, SUM_Y, SUM_X = (tl.constexpr(1024 + 16 * i) for i in range(6))
+PER_HEAD = tl.constexpr(1120)
+# What `prepare_mask` leaves of an image and head: M, 1/N and N' at the nodes, [3, r along y, r along x], and ΣM.
+INVERSE, MASS_SLOPE, COUNT, PER_MASK = (tl.constexpr(i) for i in (256, 512, 768, 772))
+PI = tl.constexpr(3.141592653589793)
+
+
+@triton.jit
+def _sine(x):
+    """sin x for |x| ≤ π/2 in float64: its series, to the last digit."""
+    square = x * x
+    total = x * 0.0 + 1.0
+    for i in tl.static_range(11):
+        total = 1.0 - square * (1.0 / ((22 - 2 * i) * (23 - 2 * i))) * total
+    return x * total
 
 
 @triton.jit(do_not_specialize=["H", "W"])
-def basis(table, sums, H, W, SIDE: tl.constexpr, ROWS: tl.constexpr):
-    """L of one axis, [r, SIDE], zero beyond the axis; its sums over the pixels and the nodes' places in pixels, [2, r].
+def prepare(radius, rows, columns, between, H, W, SIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """L of one axis, zero beyond it, in rows [2, 2, r, SIDE] and columns [2, 2, SIDE, r], in two parts of a half type (one of
+    float32); and what one head has between its nodes.
 
     In float64 inside: near the ends L changes by r² over the length of the axis.
     """
-    axis = tl.program_id(0)
+    head = tl.program_id(0) // 2
+    axis = tl.program_id(0) % 2
     size = tl.where(axis == 0, H, W)
     a = tl.arange(0, 16)
-    angle = (2 * a + 1).to(tl.float64) * (3.141592653589793 / 32)
-    weight = tl.where(a % 2 == 0, 1.0, -1.0) * tl.cos(angle - 1.5707963267948966)
-    at = (tl.cos(angle) + 1.0) * 0.5 * tl.maximum(size - 1, 1).to(tl.float64)
+    weight = tl.where(a % 2 == 0, 1.0, -1.0) * _sine(tl.minimum(2 * a + 1, 31 - 2 * a).to(tl.float64) * (PI / 32))
+    at = (_sine((15 - 2 * a).to(tl.float64) * (PI / 32)) + 1.0) * 0.5 * tl.maximum(size - 1, 1).to(tl.float64)
     total = tl.zeros([16], tl.float64)
-    for first in range(0, SIDE, ROWS):
-        pixel = first + tl.arange(0, ROWS)
+    for first in range(0, SIDE, BLOCK):
+        pixel = first + tl.arange(0, BLOCK)
         distance = pixel.to(tl.float64)[:, None] - at[None, :]
         # A pixel on a node: its quotient outweighs the others by so much that the sum below is it alone.
         quotient = weight[None, :] / tl.where(tl.abs(distance) < 1e-9, 1e-30, distance)
-        lagrange = quotient / tl.sum(quotient, axis=1)[:, None]
+        lagrange = quotient * (1.0 / tl.sum(quotient, axis=1))[:, None]
         lagrange = tl.where((pixel < size)[:, None], lagrange, 0.0).to(tl.float32)
-        tl.store(table + (axis * 16 + a)[None, :] * SIDE + pixel[:, None], lagrange)
         total += tl.sum(lagrange.to(tl.float64), axis=0)
-    tl.store(sums + axis * 32 + a, total.to(tl.float32))
-    tl.store(sums + axis * 32 + 16 + a, at.to(tl.float32))
+        if head == 0:
+            at_row = rows + (axis * 32 + a)[None, :] * SIDE + pixel[:, None]
+            at_column = columns + axis * 32 * SIDE + pixel[:, None] * 16 + a[None, :]
+            if PARTS == 2:
+                high, low = split(lagrange, rows.dtype.element_ty)
+                tl.store(at_row, high)
+                tl.store(at_row + 16 * SIDE, low)
+                high, low = split(lagrange, columns.dtype.element_ty)
+                tl.store(at_column, high)
+                tl.store(at_column + 16 * SIDE, low)
+            else:
+                tl.store(at_row, lagrange)
+                tl.store(at_column, lagrange)
+    total, place = total.to(tl.float32), at.to(tl.float32)
+    g, slope = profile(place[:, None] - place[None, :], size, load_radius(radius + head), True)
+    between += head * PER_HEAD
+    square = between + axis * 512 + a[:, None] * 16 + a[None, :]
+    tl.store(square, g)
+    tl.store(square + 256, slope)
+    line = between + 1024 + axis * 32 + a
+    tl.store(line, tl.sum(g * total[None, :], axis=1))
+    tl.store(line + 16, tl.sum(slope * total[None, :], axis=1))
+    tl.store(between + 1088 + axis * 16 + a, total)
 
 
 @triton.jit
-def _smooth(radius, channel, valid, least, DH: tl.constexpr, ALIKE: tl.constexpr):
-    """Whether each channel is there and its radius wide enough; ALIKE neighbours always agree, so that accesses stay wide."""
-    wide = valid & (tl.load(radius + channel // DH, mask=valid, other=0.0) >= least)
-    return tl.max_constancy(wide, ALIKE)
+def _swap(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CB: tl.constexpr):
+    """[ROWS, COLUMNS·CB] as [COLUMNS, ROWS·CB]."""
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, COLUMNS, CB]), [1, 0, 2]), [COLUMNS, ROWS * CB])
 
 
 @triton.jit
-def _swap(x, CB: tl.constexpr):
-    """[r, r·CB] with its two node axes exchanged."""
-    return tl.reshape(tl.permute(tl.reshape(x, [16, 16, CB]), [1, 0, 2]), [16, 16 * CB])
-
-
-@triton.jit(do_not_specialize=["H", "W", "blocks", "least"])
-def project(
-    values, key_mask, radius, table, coefficients, H, W, blocks, least,
-    vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
-    C: tl.constexpr, DH: tl.constexpr, ALIKE: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr, BK: tl.constexpr,
-    MASKED: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """coefficients [B, strips, r, r, C] = L_y' V L_x over a strip of `blocks` times 16 columns of the map."""
-    c_blocks = tl.cdiv(C, CB)
-    strips = tl.cdiv(tl.cdiv(W, 16), blocks)
-    pid = tl.program_id(0)
-    c_block = pid % c_blocks
-    strip = (pid // c_blocks) % strips
-    batch = (pid // (c_blocks * strips)).to(tl.int64)
-
-    n = tl.arange(0, 16 * CB)
-    channel = c_block * CB + n % CB
-    # Every head of this block narrow: nothing here is wanted.
-    if tl.sum(_smooth(radius, channel, channel < C, least, DH, ALIKE).to(tl.int32), axis=0) == 0:
-        return
-    r = tl.arange(0, 16)
-    values += batch * vs_b
-    key_mask += batch * ms_b
-    steps = tl.cdiv(H, BK)
-    first = strip * blocks
-    last = tl.minimum(tl.cdiv(W, 16), first + blocks)
-    u = tl.zeros([16, 16 * CB], tl.float32)
-    result = tl.zeros([16, 16 * CB], tl.float32)
-    # One loop over both axes, so that loads stay ahead across columns.
-    for i in range(first * steps, last * steps):
-        block = i // steps
-        y = (i % steps) * BK + tl.arange(0, BK)
-        x = block * 16 + n // CB
-        inside = (y < H)[:, None] & ((x < W) & (channel < C))[None, :]
-        if MASKED:
-            attended = tl.load(key_mask + y[:, None] * ms_y + (x * ms_x)[None, :], mask=inside, other=0)
-            inside = inside & (attended != 0)
-        v = tl.load(values + y[:, None] * vs_y + (x * vs_x + channel)[None, :], mask=inside, other=0.0)
-        along_y = tl.load(table + r[:, None] * SIDE + y[None, :])
-        if PARTS == 3:
-            u += product(along_y, v, PARTS)
-        else:
-            high, low = split(along_y, values.dtype.element_ty)
-            u = tl.dot(high, v, u)
-            u = tl.dot(low, v, u)
-        if i % steps == steps - 1:
-            along_x = tl.load(table + (16 + r)[:, None] * SIDE + (block * 16 + r)[None, :])
-            result += product(along_x, _swap(u, CB), PARTS)
-            u = tl.zeros([16, 16 * CB], tl.float32)
-    at = (batch * strips + strip) * 256 + r[:, None] * 16 + (n // CB)[None, :]
-    tl.store(coefficients + at * C + channel[None, :], result, mask=(channel < C)[None, :])
-
-
-@triton.jit(do_not_specialize=["H", "W", "blocks", "least"])
-def expand(
-    nodes, key_mask, radius, table, out, H, W, blocks, least, ms_b, ms_y, ms_x,
-    C: tl.constexpr, DH: tl.constexpr, ALIKE: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """out [B, H, W, C] = L_y X L_x' of nodes X [B, r, r, C] over a strip; zero where MASKED and not attended."""
-    c_blocks = tl.cdiv(C, CB)
-    strips = tl.cdiv(tl.cdiv(W, 16), blocks)
-    pid = tl.program_id(0)
-    c_block = pid % c_blocks
-    strip = (pid // c_blocks) % strips
-    batch = (pid // (c_blocks * strips)).to(tl.int64)
-
-    n = tl.arange(0, 16 * CB)
-    channel = c_block * CB + n % CB
-    smooth = _smooth(radius, channel, channel < C, least, DH, ALIKE)
-    if tl.sum(smooth.to(tl.int32), axis=0) == 0:
-        return
-    r = tl.arange(0, 16)
-    at = batch * 256 + r[:, None] * 16 + (n // CB)[None, :]
-    coefficients = tl.load(nodes + at * C + channel[None, :], mask=smooth[None, :], other=0.0)
-    out += batch * H * W * C
-    key_mask += batch * ms_b
-    for block in range(strip * blocks, tl.minimum(tl.cdiv(W, 16), (strip + 1) * blocks)):
-        along_x = tl.load(table + (16 + r)[None, :] * SIDE + (block * 16 + r)[:, None])
-        u = _swap(product(along_x, coefficients, PARTS), CB)
-        x = block * 16 + n // CB
-        column = smooth & (x < W)
-        for first in range(0, H, BM):
-            y = first + tl.arange(0, BM)
-            along_y = tl.load(table + r[None, :] * SIDE + y[:, None])
-            result = product(along_y, u, PARTS)
-            inside = (y < H)[:, None] & column[None, :]
-            if MASKED:
-                attended = tl.load(key_mask + y[:, None] * ms_y + (x * ms_x)[None, :], mask=inside, other=0)
-                result = tl.where(attended != 0, result, 0.0)
-            tl.store(
-                out + (y * W)[:, None] * C + (x * C + channel)[None, :], result.to(out.dtype.element_ty), mask=inside
-            )
+def _per_channels(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CB: tl.constexpr):
+    """[ROWS, COLUMNS] as [ROWS, COLUMNS·CB], each column for CB channels."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [ROWS, COLUMNS, CB]), [ROWS, COLUMNS * CB])
 
 
 @triton.jit
-def _load_coefficients(at, strips, C, c, valid, CB: tl.constexpr):
-    """The coefficients of one image and CB channels, summed over its strips: [r, r·CB]."""
-    r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
-    total = tl.zeros([16, 16 * CB], tl.float32)
-    for strip in range(strips):
-        place = strip * 256 + r[:, None] * 16 + (n // CB)[None, :]
-        total += tl.load(at + place * C + c[None, :], mask=valid[None, :], other=0.0)
-    return total
-
-
-@triton.jit
-def _between_nodes(places, size, sigma):
-    """K and dK/dσ of an axis: [r, r]."""
-    at = tl.load(places + tl.arange(0, 16))
-    return profile(at[:, None] - at[None, :], size, sigma, True)
-
-
-@triton.jit
-def _ones(mask_coefficients, sums, batch, mask_strips, MASKED: tl.constexpr):
-    """The coefficients of ones, or of an image's mask: [r along y, r along x]."""
-    r = tl.arange(0, 16)
-    if MASKED:
-        ones = tl.zeros([16, 16], tl.float32)
-        for strip in range(mask_strips):
-            ones += tl.load(mask_coefficients + (batch * mask_strips + strip) * 256 + r[None, :] * 16 + r[:, None])
-    else:
-        ones = tl.load(sums + r)[:, None] * tl.load(sums + 32 + r)[None, :]
-    return ones
-
-
-@triton.jit
-def _per_node(x, CB: tl.constexpr):
-    """[r, r] as [r, r·CB], each column for CB channels."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [16, 16, CB]), [16, 16 * CB])
+def _attended(key_mask, i, j, size_i, size_j, ms_i, ms_j):
+    """Whether the pixels (i, j), in either order of the axes, are there and may be attended."""
+    inside = (i < size_i)[:, None] & (j < size_j)[None, :]
+    return tl.load(key_mask + i[:, None] * ms_i + j[None, :] * ms_j, mask=inside, other=0) != 0
 
 
 @triton.jit
@@ -203,14 +117,11 @@ def _per_channel(x, CB: tl.constexpr):
 
 
 @triton.jit
-def _node_place(HEADS: tl.constexpr, DH: tl.constexpr, CB: tl.constexpr):
-    """The block of channels, head and image of a program; each column's channel, and whether there is one."""
+def _place(HEADS: tl.constexpr, DH: tl.constexpr, CB: tl.constexpr):
+    """The block of channels, head and image of a program."""
     c_blocks: tl.constexpr = (DH + CB - 1) // CB
     pid = tl.program_id(0)
-    c_block = pid % c_blocks
-    head = (pid // c_blocks) % HEADS
-    c = c_block * CB + tl.arange(0, 16 * CB) % CB
-    return c_block, head, (pid // (c_blocks * HEADS)).to(tl.int64), head * DH + c, c < DH
+    return pid % c_blocks, (pid // c_blocks) % HEADS, (pid // (c_blocks * HEADS)).to(tl.int64)
 
 
 @triton.jit
@@ -218,71 +129,222 @@ def _inverse(mass, tiny):
     return tl.where(mass > tiny, 1.0 / tl.where(mass > tiny, mass, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["H", "W", "strips", "mask_strips", "least"])
-def nodes_forward(
-    coefficients, mask_coefficients, radius, sums, centred, nodes, H, W, strips, mask_strips, offset, least, tiny,
-    HEADS: tl.constexpr, DH: tl.constexpr, CB: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit
+def _load_parts(at, second, PARTS: tl.constexpr):
+    """A part of L in float32, the sum of its two parts of a half type."""
+    high = tl.load(at).to(tl.float32)
+    return high if PARTS == 3 else high + tl.load(at + second).to(tl.float32)
+
+
+@triton.jit
+def _matrix(at):
+    """An r×r matrix."""
+    r = tl.arange(0, 16)
+    return tl.load(at + r[:, None] * 16 + r[None, :])
+
+
+@triton.jit(do_not_specialize=["H", "W"])
+def prepare_mask(
+    key_mask, rows, between, masses, H, W, offset, tiny, ms_b, ms_y, ms_x,
+    HEADS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """centred = A − a·M, nodes = K_y centred K_x / N + a."""
-    C: tl.constexpr = HEADS * DH
-    _, head, batch, channel, valid = _node_place(HEADS, DH, CB)
-    r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
-    rows_x = batch * (256 * C) + (r[:, None] * 16 + (n // CB)[None, :]) * C + channel[None, :]
-    rows_y = batch * (256 * C) + (r[:, None] + (n // CB * 16)[None, :]) * C + channel[None, :]
-    sigma = tl.load(radius + head)
-    if sigma < least:
-        # The backward's argument all the same, so no element may stay unwritten.
-        tl.store(centred + rows_x, tl.zeros([16, 16 * CB], tl.float32), mask=valid[None, :])
-        return
-    a = _load_coefficients(coefficients + batch * strips * 256 * C, strips, C, channel, valid, CB)
-    ones = _ones(mask_coefficients, sums, batch, mask_strips, MASKED)
+    """The coefficients M of one image's mask, L_y' M L_x, and what one head makes of them."""
+    head = tl.program_id(0) % HEADS
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
+    key_mask += batch * ms_b
+    r = tl.arange(0, 16)
+    ones = tl.zeros([16, 16], tl.float32)
+    for first_x in range(0, W, BLOCK):
+        x = first_x + tl.arange(0, BLOCK)
+        along_x = _load_parts(rows + 32 * SIDE + r[None, :] * SIDE + x[:, None], 16 * SIDE, PARTS)
+        u = tl.zeros([16, BLOCK], tl.float32)
+        for first_y in range(0, H, BLOCK):
+            y = first_y + tl.arange(0, BLOCK)
+            along_y = _load_parts(rows + r[:, None] * SIDE + y[None, :], 16 * SIDE, PARTS)
+            u += product(along_y, _attended(key_mask, y, x, H, W, ms_y, ms_x).to(tl.float32), PARTS)
+        ones += product(u, along_x, PARTS)
+    between += head * PER_HEAD
+    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
+    ones_y = product(along_y, ones, PARTS)
     count = tl.sum(tl.sum(ones, axis=1), axis=0)
-    centre = _per_channel(a, CB) * _inverse(count, tiny)
-    a -= centre[None, :] * _per_node(tl.trans(ones), CB)
-    tl.store(centred + rows_x, a, mask=valid[None, :])
-    along_y, _ = _between_nodes(sums + 16, H, sigma)
-    along_x, _ = _between_nodes(sums + 48, W, sigma)
-    mass = product(product(along_y, ones, PARTS), along_x, PARTS) + offset * count
-    result = product(along_y, _swap(product(along_x, a, PARTS), CB), PARTS)
-    result = result * _per_node(_inverse(mass, tiny), CB) + centre[None, :]
-    tl.store(nodes + rows_y, result, mask=valid[None, :])
+    slope = product(ones_y, _matrix(between + SLOPE_X), PARTS)
+    slope += product(product(_matrix(between + SLOPE_Y), ones, PARTS), along_x, PARTS)
+    at = masses + (batch * HEADS + head) * PER_MASK
+    place = r[:, None] * 16 + r[None, :]
+    tl.store(at + place, ones)
+    tl.store(at + INVERSE + place, _inverse(product(ones_y, along_x, PARTS) + offset * count, tiny))
+    tl.store(at + MASS_SLOPE + place, slope)
+    tl.store(at + COUNT, count)
 
 
-@triton.jit(do_not_specialize=["H", "W", "strips", "mask_strips", "least"])
-def nodes_backward(
-    coefficients, mask_coefficients, radius, sums, centred, nodes, shares,
-    H, W, strips, mask_strips, offset, least, tiny,
-    HEADS: tl.constexpr, DH: tl.constexpr, CB: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
-    WANT_RADIUS: tl.constexpr,
+@triton.jit
+def _project(
+    values, key_mask, rows, c_block, H, W, vs_y, vs_x, ms_y, ms_x,
+    DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """nodes = K_y (D / N) K_x + offset·Σ(D / N), and the program's share of the radius' gradient, shares [heads, B·blocks].
+    """L_x' V' L_y of one image, [r along x, r along y·CB]; where MASKED of what may be attended."""
+    r, k, n = tl.arange(0, 16), tl.arange(0, BX), tl.arange(0, BX * CB)
+    c = c_block * CB + n % CB
+    steps = tl.cdiv(H, BY)
+    u = tl.zeros([16, BX * CB], tl.float32)
+    result = tl.zeros([16, 16 * CB], tl.float32)
+    # One loop over both axes, so that loads stay ahead across columns.
+    for i in range(steps * tl.cdiv(W, BX)):
+        block = i // steps
+        y = (i % steps) * BY + tl.arange(0, BY)
+        x = block * BX + n // CB
+        inside = (y < H)[:, None] & ((x < W) & (c < DH))[None, :]
+        if MASKED:
+            inside = inside & _per_channels(_attended(key_mask, y, block * BX + k, H, W, ms_y, ms_x), BY, BX, CB)
+        v = tl.load(values + y[:, None] * vs_y + (x * vs_x + c)[None, :], mask=inside, other=0.0)
+        at_y = rows + r[:, None] * SIDE + y[None, :]
+        high = tl.load(at_y)
+        if PARTS == 3:
+            u += product(high, v, 3)
+        else:
+            u = tl.dot(tl.load(at_y + 16 * SIDE), v, tl.dot(high, v, u))
+        if i % steps == steps - 1:
+            along_x = _load_parts(rows + (32 + r)[:, None] * SIDE + (block * BX + k)[None, :], 16 * SIDE, PARTS)
+            result += product(along_x, _swap(u, 16, BX, CB), PARTS)
+            u = tl.zeros([16, BX * CB], tl.float32)
+    return result
 
-    The sum of (D / N)·(K'_y A K_x + K_y A K'_x − h K_y A K_x), h = N' / N, turned round: A times that of D / N and h·D / N.
-    """
+
+@triton.jit
+def _expand(
+    nodes, key_mask, columns, out, c_block, H, W, ms_y, ms_x,
+    C: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write L_y X L_x' of nodes X [r along y, r along x·CB] as one image; zero where MASKED and not attended."""
+    r, n = tl.arange(0, 16), tl.arange(0, BY * CB)
+    c = c_block * CB + n % CB
+    for first_y in range(0, H, BY):
+        along_y = _load_parts(columns + (first_y + tl.arange(0, BY))[:, None] * 16 + r[None, :], 16 * SIDE, PARTS)
+        u = _swap(product(along_y, nodes, PARTS), BY, 16, CB)
+        u_high, u_low = split(u, tl.bfloat16)
+        y = first_y + n // CB
+        for first_x in range(0, W, BX):
+            x = first_x + tl.arange(0, BX)
+            at_x = columns + (32 * SIDE) + x[:, None] * 16 + r[None, :]
+            high = tl.load(at_x)
+            if PARTS == 3:
+                result = product(high, u, 3)
+            else:
+                low = tl.load(at_x + 16 * SIDE)
+                result = tl.dot(high, u_high, tl.dot(high, u_low, tl.dot(low, u_high)))
+            inside = (x < W)[:, None] & ((y < H) & (c < DH))[None, :]
+            if MASKED:
+                attended = _attended(key_mask, x, first_y + tl.arange(0, BY), W, H, ms_x, ms_y)
+                result = tl.where(_per_channels(attended, BX, BY, CB), result, 0.0)
+            place = out + x[:, None] * C + (y * (W * C) + c)[None, :]
+            tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["H", "W", "least"])
+def forward(
+    values, key_mask, radius, rows, columns, between, masses, out, slopes, H, W, offset, least, tiny,
+    vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
+    HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
+    PX: tl.constexpr, PY: tl.constexpr, EX: tl.constexpr, EY: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
+):  # fmt: skip
+    """out, and slopes [B, r along x · r along y, C] = N·dX/dσ, what the backward makes the radius' gradient of."""
+    C: tl.constexpr = HEADS * DH
+    c_block, head, batch = _place(HEADS, DH, CB)
+    r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
+    c = c_block * CB + n % CB
+    at_slopes = slopes + batch * (256 * C) + head * DH + (r[:, None] + (n // CB * 16)[None, :]) * C + c[None, :]
+    if tl.load(radius + head) < least:
+        if WANT_RADIUS:
+            # The backward's argument all the same, so no element may stay unwritten.
+            tl.store(at_slopes, tl.zeros([16, 16 * CB], tl.float32), mask=(c < DH)[None, :])
+        return
+    key_mask += batch * ms_b
+    # Loaded before the long loop, to be there after it.
+    between += head * PER_HEAD
+    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
+    if WANT_RADIUS:
+        slope_y, slope_x = _matrix(between + SLOPE_Y), _matrix(between + SLOPE_X)
+    if MASKED:
+        masses += (batch * HEADS + head) * PER_MASK
+        count = tl.load(masses + COUNT)
+    else:
+        count = (H * W).to(tl.float32)
+        sum_x, sum_y = tl.load(between + SUM_X + r), tl.load(between + SUM_Y + n // CB)
+        mass_y, mass_x = tl.load(between + MASS_Y + r), tl.load(between + MASS_X + n // CB)
+        if WANT_RADIUS:
+            mass_slope_y, mass_slope_x = tl.load(between + MASS_SLOPE_Y + r), tl.load(between + MASS_SLOPE_X + n // CB)
+    a = _project(
+        values + batch * vs_b + head * DH, key_mask, rows, c_block, H, W, vs_y, vs_x, ms_y, ms_x,
+        DH, SIDE, CB, PX, PY, MASKED, PARTS,
+    )  # fmt: skip
+    centre = _per_channel(a, CB) * _inverse(count, tiny)
+    if MASKED:
+        at_nodes = masses + r[:, None] * 16 + (n // CB)[None, :]
+        a -= centre[None, :] * tl.load(masses + r[:, None] + (n // CB * 16)[None, :])
+        inverse = tl.load(at_nodes + INVERSE)
+    else:
+        a -= centre[None, :] * sum_x[:, None] * sum_y[None, :]
+        inverse = 1.0 / (mass_y[:, None] * mass_x[None, :] + offset * count)
+    a_x = _swap(product(along_x, a, PARTS), 16, 16, CB)
+    if WANT_RADIUS:
+        change = product(along_y, _swap(product(slope_x, a, PARTS), 16, 16, CB), PARTS)
+        change += product(slope_y, a_x, PARTS)
+    nodes = product(along_y, a_x, PARTS) * inverse
+    if WANT_RADIUS:
+        if MASKED:
+            slope = tl.load(at_nodes + MASS_SLOPE)
+        else:
+            slope = mass_slope_y[:, None] * mass_x[None, :] + mass_y[:, None] * mass_slope_x[None, :]
+        tl.store(at_slopes, change - slope * nodes, mask=(c < DH)[None, :])
+    _expand(
+        nodes + centre[None, :], key_mask, columns, out + batch * H * W * C + head * DH, c_block, H, W, ms_y, ms_x,
+        C, DH, SIDE, CB, EX, EY, False, PARTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H", "W", "least"])
+def backward(
+    grad, key_mask, radius, rows, columns, between, masses, slopes, dvalues, shares, H, W, offset, least,
+    gs_b, gs_y, gs_x, ms_b, ms_y, ms_x,
+    HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
+    PX: tl.constexpr, PY: tl.constexpr, EX: tl.constexpr, EY: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
+):  # fmt: skip
+    """dV, and the program's share of the radius' gradient, shares [heads, B·blocks]."""
     C: tl.constexpr = HEADS * DH
     c_blocks: tl.constexpr = (DH + CB - 1) // CB
-    c_block, head, batch, channel, valid = _node_place(HEADS, DH, CB)
-    sigma = tl.load(radius + head)
-    if sigma < least:
+    c_block, head, batch = _place(HEADS, DH, CB)
+    if tl.load(radius + head) < least:
         return
     r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
-    rows_y = batch * (256 * C) + (r[:, None] + (n // CB * 16)[None, :]) * C + channel[None, :]
-    ones = _ones(mask_coefficients, sums, batch, mask_strips, MASKED)
-    count = tl.sum(tl.sum(ones, axis=1), axis=0)
-    along_y, slope_y = _between_nodes(sums + 16, H, sigma)
-    along_x, slope_x = _between_nodes(sums + 48, W, sigma)
-    ones_y = product(along_y, ones, PARTS)
-    inverse = _inverse(product(ones_y, along_x, PARTS) + offset * count, tiny)
-    d = _load_coefficients(coefficients + batch * strips * 256 * C, strips, C, channel, valid, CB)
-    d = d * _per_node(tl.trans(inverse), CB)
-    total = offset * _per_channel(d, CB)
-    d_x = _swap(product(along_x, d, PARTS), CB)
-    tl.store(nodes + rows_y, product(along_y, d_x, PARTS) + total[None, :], mask=valid[None, :])
+    c = c_block * CB + n % CB
+    key_mask += batch * ms_b
+    between += head * PER_HEAD
+    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
+    if not MASKED:
+        mass_x, mass_y = tl.load(between + MASS_X + r), tl.load(between + MASS_Y + n // CB)
+    d = _project(
+        grad + batch * gs_b + head * DH, key_mask, rows, c_block, H, W, gs_y, gs_x, ms_y, ms_x,
+        DH, SIDE, CB, PX, PY, False, PARTS,
+    )  # fmt: skip
     if WANT_RADIUS:
-        slope = product(ones_y, slope_x, PARTS) + product(product(slope_y, ones, PARTS), along_x, PARTS)
-        sloped = d * _per_node(tl.trans(-slope * inverse), CB)
-        change_x = product(slope_x, d, PARTS) + product(along_x, sloped, PARTS)
-        change = product(slope_y, d_x, PARTS) + product(along_y, _swap(change_x, CB), PARTS)
-        a = tl.load(centred + rows_y, mask=valid[None, :], other=0.0)
-        share = tl.sum(tl.sum(a * change, axis=1), axis=0)
+        place = slopes + batch * (256 * C) + head * DH + (r[:, None] * 16 + (n // CB)[None, :]) * C + c[None, :]
+        slope = tl.load(place, mask=(c < DH)[None, :], other=0.0)
+    # Here the nodes along x are the rows.
+    if MASKED:
+        masses += (batch * HEADS + head) * PER_MASK + INVERSE
+        d *= tl.load(masses + r[:, None] + (n // CB * 16)[None, :])
+    else:
+        d *= 1.0 / (mass_x[:, None] * mass_y[None, :] + offset * (H * W).to(tl.float32))
+    total = offset * _per_channel(d, CB)
+    if WANT_RADIUS:
+        share = tl.sum(tl.sum(d * slope, axis=1), axis=0)
         tl.store(shares + head * (tl.num_programs(0) // HEADS) + batch * c_blocks + c_block, share)
+    nodes = product(along_y, _swap(product(along_x, d, PARTS), 16, 16, CB), PARTS) + total[None, :]
+    _expand(
+        nodes, key_mask, columns, dvalues + batch * H * W * C + head * DH, c_block, H, W, ms_y, ms_x,
+        C, DH, SIDE, CB, EX, EY, MASKED, PARTS,
+    )  # fmt: skip

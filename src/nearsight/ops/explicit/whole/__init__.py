@@ -17,7 +17,8 @@ __all__ = ["LARGEST", "backward", "forward", "share_count"]
 LARGEST = 32
 
 
-def forward(p: Problem, out: Tensor) -> None:
+def forward(p: Problem, out: Tensor, least: float) -> None:
+    """Write the output of the heads whose radius is below `least`."""
     from nearsight.ops.explicit.whole import kernels
 
     mask, mask_strides = p.mask
@@ -28,6 +29,7 @@ def forward(p: Problem, out: Tensor) -> None:
         out,
         *p.size,
         p.offset,
+        least,
         smallest_normaliser(torch.float32),
         *p.values.stride()[:3],
         *mask_strides,
@@ -35,7 +37,8 @@ def forward(p: Problem, out: Tensor) -> None:
     )
 
 
-def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, want_radius: bool) -> None:
+def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: float, want_radius: bool) -> None:
+    """Write the gradients of the heads whose radius is below `least`; `shares` [heads, …] of the radius'."""
     from nearsight.ops.explicit.whole import kernels
 
     mask, mask_strides = p.mask
@@ -48,6 +51,7 @@ def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, want_rad
         shares,
         *p.size,
         p.offset,
+        least,
         smallest_normaliser(torch.float32),
         *grad.stride()[:3],
         *p.values.stride()[:3],

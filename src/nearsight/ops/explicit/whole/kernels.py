@@ -11,7 +11,7 @@ A map is [SIDE, SIDE·CB]: a row is a pixel of one axis, column n is pixel n // 
 import triton
 import triton.language as tl
 
-from nearsight.ops.explicit.kernels import axis_matrix, product
+from nearsight.ops.explicit.kernels import axis_matrix, load_radius, product
 
 
 @triton.jit
@@ -68,16 +68,18 @@ def _inverse(mass, tiny):
     return tl.where(mass > tiny, 1.0 / tl.where(mass > tiny, mass, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["H", "W"])
+@triton.jit(do_not_specialize=["H", "W", "least"])
 def whole_forward(
-    values, key_mask, radius, out, H, W, offset, tiny, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
+    values, key_mask, radius, out, H, W, offset, least, tiny, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
     GAUSSIAN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     _, head, batch, c = _place(HEADS, DH, SIDE, CB)
     channel = head * DH + c
     i, o = tl.arange(0, SIDE), tl.arange(0, SIDE * CB) // CB
-    sigma = tl.load(radius + head)
+    sigma = load_radius(radius + head)
+    if sigma >= least:
+        return
     rows, _ = axis_matrix(i[:, None], i[None, :], H, sigma, GAUSSIAN)
     columns, _ = axis_matrix(i[:, None], i[None, :], W, sigma, GAUSSIAN)
     attended = _attended(key_mask + batch * ms_b, H, W, ms_y, ms_x, SIDE, MASKED)
@@ -98,9 +100,9 @@ def whole_forward(
     tl.store(at, result.to(out.dtype.element_ty), mask=(i < W)[:, None] & ((o < H) & (c < DH))[None, :])
 
 
-@triton.jit(do_not_specialize=["H", "W"])
+@triton.jit(do_not_specialize=["H", "W", "least"])
 def whole_backward(
-    grad, values, key_mask, radius, dvalues, shares, H, W, offset, tiny,
+    grad, values, key_mask, radius, dvalues, shares, H, W, offset, least, tiny,
     gs_b, gs_y, gs_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
     GAUSSIAN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
@@ -110,7 +112,9 @@ def whole_backward(
     c_block, head, batch, c = _place(HEADS, DH, SIDE, CB)
     channel = head * DH + c
     i, o = tl.arange(0, SIDE), tl.arange(0, SIDE * CB) // CB
-    sigma = tl.load(radius + head)
+    sigma = load_radius(radius + head)
+    if sigma >= least:
+        return
     rows, rows_slope = axis_matrix(i[:, None], i[None, :], H, sigma, GAUSSIAN)
     columns, columns_slope = axis_matrix(i[:, None], i[None, :], W, sigma, GAUSSIAN)
     attended = _attended(key_mask + batch * ms_b, H, W, ms_y, ms_x, SIDE, MASKED)
