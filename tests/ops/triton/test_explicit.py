@@ -133,6 +133,22 @@ def test_views_and_an_expanded_upstream():
 
 
 @interpreted
+@pytest.mark.parametrize("size", [(18, 9), (5, 34)])
+def test_a_radius_that_does_not_learn(size):
+    """The same output and gradient of the values; and none, not zero, for the radius."""
+    results = []
+    for learns in (True, False):
+        inputs = make(BFLOAT, size=size, batch=1)
+        values, radius = inputs["values"].requires_grad_(), inputs["radius"].requires_grad_(learns)
+        out = explicit_attention(values, radius=radius, kind="gaussian", backend="triton")
+        (out.float() * values.detach()).sum().backward()
+        results.append((out, values.grad))
+        assert (radius.grad is not None) is learns
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+@interpreted
 def test_batch_of_none():
     compare(make(batch=0))
 
