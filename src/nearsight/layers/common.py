@@ -77,8 +77,22 @@ def to_nchw(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
+def to_rows(x: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, H·W, C]: a view. For whatever works pixel by pixel.
+
+    Unlike [B, H, W, C] it keeps its layout in compiled networks: between convolutions torch.compile stores tensors of rank 4 in
+    the order of [N, C, H, W] channels-last, whatever their axes mean, and copies them there and back.
+    """
+    return to_channels_last(x).flatten(1, 2)
+
+
+def from_rows(rows: Tensor, size: torch.Size | tuple[int, int]) -> Tensor:
+    """[B, H·W, C] → [B, C, H, W]: a view; `size` is (H, W)."""
+    return to_nchw(rows.unflatten(1, size))
+
+
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[B, H, W, C] → [B, H, W, heads, C/heads]: a view."""
+    """[…, C] → […, heads, C/heads]: a view."""
     return x.unflatten(-1, (num_heads, -1))
 
 

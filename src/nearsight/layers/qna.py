@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_divisible, check_map, split_heads, to_channels_last, to_nchw
+from nearsight.layers.common import check_divisible, check_map, split_heads, to_nchw, to_rows
 from nearsight.ops import qna
 from nearsight.ops.checks import check_choice, check_pair
 from nearsight.ops.dispatch import autocast_dtype, full_precision
@@ -122,7 +122,7 @@ class _LearnedQueries2d(nn.Module):
 
         Scores and values are slices of one product where that is as exact as two: outside autocast and half types.
         """
-        pixels = to_channels_last(x)
+        pixels = to_rows(x)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with full_precision(x):
             q = self.unit_query(dtype)
@@ -139,7 +139,8 @@ class _LearnedQueries2d(nn.Module):
             values = self.value(pixels)
             with full_precision(x):
                 scores = F.linear(pixels.to(dtype), fold, shift)
-        return scores.unflatten(-1, (self.num_queries, self.num_heads)), split_heads(values, self.num_heads)
+        scores, values = scores.unflatten(-1, (self.num_queries, self.num_heads)), split_heads(values, self.num_heads)
+        return scores.unflatten(1, x.shape[2:]), values.unflatten(1, x.shape[2:])
 
     def tables(self) -> tuple[Tensor | None, Tensor | None]:
         """The position bias and the tap scale as the op takes them, each [kh, kw, L, heads] or None."""

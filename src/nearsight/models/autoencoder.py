@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from timm.layers.norm import LayerNorm2d
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from nearsight.errors import ArgumentValueError
 from nearsight.layers.common import check_channels, check_divisible, check_map
 from nearsight.layers.qna import QnA2d, QnAUpsample2d
-from nearsight.models.common import default_cfg
+from nearsight.models.common import RowNorm2d, default_cfg
 from nearsight.ops.checks import check_choice
 
 __all__ = ["DECODERS", "ENCODERS", "AutoEncoder"]
@@ -56,7 +55,7 @@ def _pool_down(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
 
 def _qna_down(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
     """LN-QnA, with one query."""
-    return {"norm": LayerNorm2d(inner), "qna": QnA2d(inner, outer, 3, stride=2, num_heads=heads, num_queries=1)}
+    return {"norm": RowNorm2d(inner), "qna": QnA2d(inner, outer, 3, stride=2, num_heads=heads, num_queries=1)}
 
 
 def _bilinear_up(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
@@ -76,7 +75,7 @@ def _qna_up(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
     """LN-UQnA."""
     # Without W_s each new pixel is an average of the same values: a 1×1 map could only grow into one flat colour.
     attention = QnAUpsample2d(inner, outer, 3, scale_factor=2, num_heads=heads, tap_scale="tap")
-    return {"norm": LayerNorm2d(inner), "qna": attention}
+    return {"norm": RowNorm2d(inner), "qna": attention}
 
 
 ENCODERS: Mapping[str, Level] = {"qna": _qna_down, "conv": _conv_down, "pool": _pool_down}

@@ -1,4 +1,4 @@
-"""What the networks share: padding masks on their way through a network, and the pretrained_cfg they start from."""
+"""What the networks share: a norm, padding masks on their way through a network, and the pretrained_cfg they start from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
+from timm.layers.norm import LayerNorm2d
 from torch import Tensor
+from torch.nn import functional as F
 
 from nearsight import weights
-from nearsight.layers.common import pool_mask, zero_masked
+from nearsight.layers.common import from_rows, pool_mask, to_rows, zero_masked
 
 __all__ = [
+    "RowNorm2d",
     "cifar10_cfg",
     "cifar_cfg",
     "default_cfg",
@@ -23,6 +26,14 @@ __all__ = [
     "wants_cifar10",
     "zero_masked",
 ]
+
+
+class RowNorm2d(LayerNorm2d):
+    """timm's LayerNorm2d over rows of pixels, whose layout torch.compile leaves alone (see `to_rows`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(to_rows(x), self.normalized_shape, self.weight, self.bias, self.eps)
+        return from_rows(normed, x.shape[2:])
 
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -15,7 +15,6 @@ from timm.layers.activations import GELUTanh
 from timm.layers.classifier import ClassifierHead
 from timm.layers.drop import DropPath
 from timm.layers.mlp import Mlp
-from timm.layers.norm import LayerNorm2d
 from timm.layers.weight_init import lecun_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -24,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import to_channels_last, to_nchw
+from nearsight.layers.common import from_rows, to_channels_last, to_rows
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d
 from nearsight.layers.window_attention import WindowAttention2d
 from nearsight.models.common import (
+    RowNorm2d,
     cifar10_cfg,
     default_cfg,
     global_pool_valid,
@@ -106,18 +106,18 @@ class QnABlock(nn.Module):
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        self.norm1 = LayerNorm2d(dim)
+        self.norm1 = RowNorm2d(dim)
         self.mixer = mixer
         self.skip = nn.Conv2d(dim, out_dim, 1, stride, bias=False) if stride > 1 else None
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 and stride == 1 else nn.Identity()
-        self.norm2 = LayerNorm2d(out_dim)
+        self.norm2 = RowNorm2d(out_dim)
         self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELUTanh)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         skip = x if self.skip is None else self.skip(x)
         x = skip + self.drop_path1(self.mixer(self.norm1(x), key_mask))
-        return x + self.drop_path2(to_nchw(self.mlp(to_channels_last(self.norm2(x)))))
+        return x + self.drop_path2(from_rows(self.mlp(to_rows(self.norm2(x))), x.shape[2:]))
 
 
 class QnAStage(nn.Module):
@@ -249,7 +249,7 @@ class QnAViT(nn.Module):
                 blocks.append(QnABlock(dim, dim, layer, mlp_ratio=mlp_ratio, drop_path=next(rates)))
             self.stages.append(QnAStage(down, blocks))
             self.feature_info.append({"num_chs": dim, "reduction": patch_size * 2**i, "module": f"stages.{i}"})
-        self.norm: nn.Module = LayerNorm2d(self.num_features)
+        self.norm: nn.Module = RowNorm2d(self.num_features)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate)
         self.init_weights()
 

@@ -196,11 +196,25 @@ def test_without_a_gpu_it_says_so():
 # ── With the norm, ReLU and max-pool that follow ──
 
 
-def composed(weight, bias, running, **tensors):
+def normed(weight, bias, running, **tensors):
     y = block_attention(**tensors, heads=2, backend="reference").permute(0, 3, 1, 2)
     mean, var = (None, None) if running is None else running.to(y.dtype).unbind(0)
-    y = F.batch_norm(y, mean, var, weight, bias, training=running is None)
-    return F.relu(F.max_pool2d(y, 4, 4, ceil_mode=True)).permute(0, 2, 3, 1)
+    return F.batch_norm(y, mean, var, weight, bias, training=running is None)
+
+
+def composed(**tensors):
+    return F.relu(F.max_pool2d(normed(**tensors), 4, 4, ceil_mode=True)).permute(0, 2, 3, 1)
+
+
+def clear_winners(running, margin, **inputs):
+    """Where a pool's largest value is `margin` above its second and away from 0: rounding cannot name another."""
+    y = normed(
+        running=running, **{n: t if t is None or t.dtype == torch.bool else t.double() for n, t in inputs.items()}
+    )
+    height, width = y.shape[2:]
+    y = F.pad(y, (0, -width % 4, 0, -height % 4), value=-torch.inf)
+    best, second = y.unfold(2, 4, 4).unfold(3, 4, 4).flatten(4).topk(2).values.unbind(-1)
+    return ((best - second > margin) & (best.abs() > margin)).permute(0, 2, 3, 1)
 
 
 def fused(weight, bias, running, **tensors):
