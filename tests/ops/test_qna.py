@@ -172,9 +172,12 @@ def test_planes_alone_obey_the_error_rule(monkeypatch, size, window, stride, com
 @pytest.mark.parametrize("combine", ["sum", "stack"])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("tables", [False, True])
-def test_sums_alone_obey_the_error_rule(monkeypatch, stride, combine, tables):
+@pytest.mark.parametrize("kept", [0, sums.KEPT])
+def test_sums_alone_obey_the_error_rule(monkeypatch, stride, combine, tables, kept):
+    """Three images in groups of two (the wider heads: of one), with an index made for the call or found from the last."""
     monkeypatch.setattr(Sums, "of", classmethod(lambda cls, *a: cls(*a[:4], *a[5:])))
-    monkeypatch.setattr(sums, "GROUP", 7 * 10 * 2 * HEADS * DIM)
+    monkeypatch.setattr(sums, "GROUP", -(-2 * 7 * 10 * L * HEADS * DIM // torch.get_num_threads()))
+    monkeypatch.setattr(sums, "KEPT", kept)
     options = {"window": (3, 5), "stride": stride, "combine": combine}
     for dtype, dim in ((torch.float32, DIM), (torch.float32, 17), (torch.bfloat16, DIM), (torch.float16, DIM)):
         given = inputs(3, 7, 10, (3, 5), dtype=dtype, tables=tables, spread=1.5, dim=dim)

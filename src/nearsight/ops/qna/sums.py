@@ -10,6 +10,8 @@ where it costs nothing (inside the registered operator, on a CPU), and the form 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,8 +22,10 @@ __all__ = ["Sums"]
 
 # exp(−16): a score within 16 of the maximum loses no more of its digits in the difference than one step of float32 at 16.
 SMALLEST = 1e-7
-# Numbers of a group of images, all queries and channels counted.
+# Numbers of a group of images per thread, all queries and channels counted.
 GROUP = 1 << 19
+# Rows of D numbers in a group up to which its index is kept for the next call: half a megabyte.
+KEPT = 1 << 17
 # Taps per axis for which oneDNN's gradient of a depthwise kernel is fast.
 TAPS = 3
 
@@ -52,10 +56,7 @@ class Sums:
             self.bias = (self.bias - self.bias.amax((1, 2, 3), keepdim=True)).exp_()
         self.scale = None if tap_scale is None else self._kernel(tap_scale)
         self.total = self._sum(self.raised, self.bias)
-        self.values = values.float().flatten(3)
-        # [block, block·D], a one where a channel belongs to a head: a product with it copies each head's number D times, exactly.
-        block = max(n for n in (1, 2, 3, 4) if queries * heads % n == 0)
-        self.ones = torch.eye(block).repeat_interleave(self.dim, dim=1)
+        self.values = values.float().reshape(batch, -1, heads, self.dim)
         self.one_head = torch.ones(self.dim)
 
     @classmethod
@@ -99,7 +100,7 @@ class Sums:
     def _groups(self) -> Iterator[slice]:
         """A few images at a time: what is made of them stays in the cache, in memory that is used again."""
         batch, height, width = self.size
-        images = max(1, GROUP // (height * width * self.queries * self.heads * self.dim))
+        images = max(1, GROUP * torch.get_num_threads() // (height * width * self.queries * self.heads * self.dim))
         for first in range(0, batch, images):
             yield slice(first, min(first + images, batch))
 
@@ -108,68 +109,62 @@ class Sums:
         kernel = self.bias if self.scale is None else self.bias * self.scale
         return kernel.repeat_interleave(self.dim, dim=0)
 
-    def _spread(self, x: Tensor, out: Tensor) -> Tensor:
-        """[…, L·heads] → […, L, heads, D or 1], for products with channels.
+    def _bags(self) -> _Bags:
+        images = max((group.stop - group.start for group in self._groups()), default=0)
+        rows = (images * self.size[1] * self.size[2], self.queries, self.heads)
+        return _kept_bags(*rows) if prod(rows) <= KEPT else _Bags(*rows)
 
-        A broadcast runs loops of D elements; below 16 the copy is made in `out`, which takes half the time.
-        """
-        if self.dim >= 16:
-            return x.unflatten(-1, (self.queries, self.heads, 1))
-        torch.mm(x.reshape(-1, self.ones.shape[0]), self.ones, out=out.view(-1, self.ones.shape[1]))
-        return out
+    def _maps(self, rows: Tensor, size: torch.Size) -> Tensor:
+        """[pixels, L, heads, D] → [B, H, W, L·C]."""
+        return rows.view(-1, *size[1:3], self.queries * self.heads * self.dim)
+
+    def _rows(self, maps: Tensor) -> Tensor:
+        """[B, H, W, L·C] → [pixels, L, heads, D]."""
+        return maps.view(-1, self.queries, self.heads, self.dim)
 
     def _add_up(self, x: Tensor, out: Tensor) -> None:
         """[…, L, heads, D] → […, L·heads], summed over D."""
         torch.mv(x.view(-1, self.dim), self.one_head, out=out.view(-1))
 
-    def _per_channel(self, x: Tensor) -> Tensor:
-        """[…, L·C] → […, L, heads, D]."""
-        return x.unflatten(-1, (-1, self.heads, self.dim))
-
-    def _buffer(self, height: int, width: int) -> Tensor:
-        images = max((group.stop - group.start for group in self._groups()), default=0)
-        return torch.empty(images, height, width, self.queries, self.heads, self.dim)
-
     def forward(self, out: Tensor) -> Tensor:
         """Fill out [B, H', W', (L,) heads, D]."""
-        kernel, inverse, values = self._kernels(), self.total.reciprocal(), self._per_channel(self.values)
-        result = out if out.dtype == torch.float32 else torch.empty(out.shape)
-        pixels, windows = self._buffer(*self.size[1:]), self._buffer(*self.total.shape[1:3])
+        kernel, inverse, bags = self._kernels(), self.total.reciprocal(), self._bags()
+        if not self.stack:
+            inverse = self._queries_last(inverse)
         for group in self._groups():
-            count = group.stop - group.start
-            raised = self._spread(self.raised[group], pixels[:count])
-            product = torch.mul(raised, values[group], out=pixels[:count])
-            summed = self._per_channel(self._sum(product.flatten(3), kernel))
-            share = self._spread(inverse[group], windows[:count])
-            if self.stack:
-                torch.mul(summed, share, out=result[group])
-            else:
-                _sum_of_products(summed, share, result[group])
-            del summed  # before the next is made, so that it takes this memory
-        return out if result is out else out.copy_(result)
+            product = self._maps(bags.copied(self.values[group], self.raised[group]), self.raised.shape)
+            summed = self._rows(self._sum(product, kernel))
+            del product
+            found = bags.each(summed, inverse[group]) if self.stack else bags.mixed(summed, inverse[group])
+            out[group] = found.view(out[group].shape)
+            del summed, found  # before the next are made, so that they take this memory
+        return out
+
+    def _queries_last(self, x: Tensor) -> Tensor:
+        """[B, H, W, L·heads] → [B, H, W, heads, L]."""
+        return torch.stack(x.unflatten(-1, (self.queries, self.heads)).unbind(-2), dim=-1)
 
     def backward(self, grad: Tensor, scores: Tensor, values: Tensor) -> Gradients:
         """Gradients of everything; `scores` and `values` say shapes and dtypes."""
-        grad = self._per_channel(grad.float().flatten(3))
-        kernel, inverse, pixels = self._kernels(), self.total.reciprocal(), self._per_channel(self.values)
+        batch = self.size[0]
+        grad = grad.float().reshape(batch, -1, *grad.shape[3:])
+        kernel, inverse, bags = self._kernels(), self.total.reciprocal(), self._bags()
+        raised_last = self._queries_last(self.raised)
         of_raised, of_total = torch.empty_like(self.raised), torch.empty_like(self.total)
         of_kernel, of_values = torch.zeros_like(kernel), torch.empty(values.shape)
-        spread, products, windows = (
-            self._buffer(*size) for size in (self.size[1:], self.size[1:], self.total.shape[1:3])
-        )
         for group in self._groups():
-            count = group.stop - group.start
-            raised = self._spread(self.raised[group], spread[:count])
-            product = torch.mul(raised, pixels[group], out=products[:count])
-            summed = self._per_channel(self._sum(product.flatten(3), kernel))
-            self._add_up(summed.mul_(grad[group]), of_total[group])
+            product = self._maps(bags.copied(self.values[group], self.raised[group]), self.raised.shape)
+            summed = self._rows(self._sum(product, kernel))
+            here = grad[group].flatten(0, 1)
+            self._add_up(summed.mul_(here if self.stack else here[:, None]), of_total[group])
             del summed
-            share = torch.mul(self._spread(inverse[group], windows[:count]), grad[group], out=windows[:count])
-            of_product, of_this = self._sum_backward(share.flatten(3), product.flatten(3), kernel)
+            share = bags.each(here, inverse[group]) if self.stack else bags.copied(here, inverse[group])
+            of_product, of_this = self._sum_backward(self._maps(share, self.total.shape), product, kernel)
+            del product, share
             of_kernel += of_this
-            of_product = self._per_channel(of_product)
-            _sum_of_products(of_product, raised, of_values[group])
-            self._add_up(of_product.mul_(pixels[group]), of_raised[group])
+            of_product = self._rows(of_product)
+            of_values[group] = bags.mixed(of_product, raised_last[group]).view(of_values[group].shape)
+            self._add_up(of_product.mul_(self.values[group].flatten(0, 1)[:, None]), of_raised[group])
             del of_product
         of_total.mul_(inverse).mul_(inverse).neg_()
         through_total, of_bias = self._sum_backward(of_total, self.raised, self.bias)
@@ -186,6 +181,45 @@ class Sums:
             table(of_bias),
             None if of_scale is None else table(of_scale),
         )
+
+
+class _Bags:
+    """Products of each head's D channels with a number, by `embedding_bag`: torch's one fused loop over short rows on a CPU.
+
+    A bag is a few rows of D numbers, added up with a weight each.
+    """
+
+    def __init__(self, pixels: int, queries: int, heads: int) -> None:
+        self.queries, self.heads = queries, heads
+        row = torch.arange(pixels * queries * heads + 1, dtype=torch.int32)
+        self.ends, self.ends_mixed = row, row[: pixels * heads + 1] * queries
+        by_query = row[:-1].view(pixels, queries, heads)
+        self.own = row[:-1]
+        self.of_head = row[: pixels * heads].view(pixels, 1, heads).expand(by_query.shape).reshape(-1)
+        self.of_queries = by_query.transpose(1, 2).reshape(-1)
+
+    def copied(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[…, heads, D] times […, L·heads]: [pixels·L·heads, D]."""
+        return self._sum(rows, weights, self.of_head, self.ends)
+
+    def each(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[…, L, heads, D] times […, L·heads]: [pixels·L·heads, D]."""
+        return self._sum(rows, weights, self.own, self.ends)
+
+    def mixed(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[…, L, heads, D] times […, heads, L], added up over L: [pixels·heads, D]."""
+        return self._sum(rows, weights, self.of_queries, self.ends_mixed)
+
+    def _sum(self, rows: Tensor, weights: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+        count = weights.numel()
+        bags = count if ends is self.ends else count // self.queries
+        # Detached: for a leaf that requires gradients torch would prepare a backward that is never asked for.
+        table = rows.detach().reshape(-1, rows.shape[-1])
+        found = torch.embedding_bag(table, index[:count], ends[: bags + 1], False, 0, False, weights.reshape(-1), True)
+        return found[0]
+
+
+_kept_bags = lru_cache(maxsize=8)(_Bags)
 
 
 def _convolution_backward(
@@ -241,12 +275,3 @@ def _kernel_by_blocks(grad: Tensor, pixels: Tensor, kernel: Tensor) -> Tensor:
 def _pixels(planes: Tensor) -> Tensor:
     """[B, C, H, W] → [B, H, W, C], dense; no copy where the convolution kept its input's layout, which is nowhere promised."""
     return planes.permute(0, 2, 3, 1).contiguous()
-
-
-def _sum_of_products(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = Σ_l a_l·b_l, of […, L, heads, D]."""
-    for query, (one, other) in enumerate(zip(a.unbind(3), b.unbind(3), strict=True)):
-        if query == 0:
-            torch.mul(one, other, out=out)
-        else:
-            out.addcmul_(one, other)
