@@ -1,5 +1,9 @@
 """QnA's Triton kernels on a GPU, at the sizes networks use."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -124,21 +128,44 @@ def test_opcheck():
     from nearsight.ops.qna import triton_impl
 
     inputs = {n: t.requires_grad_() for n, t in make(torch.float32, (9, 7), 4, 8, (3, 3)).items() if t is not None}
-    names = ("scores", "values", "position_bias", "tap_scale")
-    torch.library.opcheck(triton_impl._forward, (*(inputs[n] for n in names), None, [3, 3], [1, 1], False))
+    tables = [inputs[n].detach().flatten(0, 1).requires_grad_() for n in ("position_bias", "tap_scale")]
+    torch.library.opcheck(
+        triton_impl._forward, (inputs["scores"], inputs["values"], *tables, None, [3, 3], [1, 1], False)
+    )
 
 
-def test_chosen_on_its_own_and_not_recompiled_per_size():
+def test_chosen_on_its_own_and_compiled_once_per_class():
+    """One compilation for all image sizes and head counts."""
     from nearsight.ops import backends
-    from nearsight.ops.qna import kernels
+    from nearsight.ops.qna import gradient_kernels, kernels
 
     def compiled_kernels():
-        return sum(len(cache[0]) for cache in kernels.forward.device_caches.values())
+        each = (kernels.pack, kernels.forward, kernels.delta, gradient_kernels.backward)
+        return sum(len(cache[0]) for kernel in each for cache in kernel.device_caches.values())
 
     first = make(torch.bfloat16, (16, 16), 8, 8, (3, 3))
     assert backends("qna", first["scores"], first["values"], window=3)[0].usable
     step(first)
     count = compiled_kernels()
-    for size in ((17, 31), (1, 5), (40, 8)):
-        step(make(torch.bfloat16, size, 8, 8, (3, 3)))
+    for size, heads in (((17, 31), 8), ((1, 5), 16), ((40, 8), 3), ((7, 7), 64)):
+        step(make(torch.bfloat16, size, heads, 8, (3, 3)))
     assert compiled_kernels() == count
+
+
+def test_the_first_call_takes_seconds(tmp_path):
+    """Forward and backward with nothing compiled: 5 s of processor time, ptxas included."""
+    program = """
+import os, torch
+from nearsight.ops import qna
+draw = lambda *shape: torch.randn(*shape, device="cuda", requires_grad=True)
+tensors = draw(2, 16, 16, 2, 8), draw(2, 16, 16, 8, 8).bfloat16()
+tables = {"position_bias": draw(3, 3, 2, 8), "tap_scale": draw(3, 3, 2, 8)}
+torch.cuda.synchronize()
+before = os.times()
+qna(*tensors, **tables, window=3, backend="triton").sum().backward()
+torch.cuda.synchronize()
+print(sum(b - a for a, b in zip(before[:4], os.times()[:4])))
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 5

@@ -1,5 +1,7 @@
 """QnA's Triton kernels, interpreted on the CPU: output and every gradient by the error rule, on tiny shapes."""
 
+import re
+
 import pytest
 import torch
 
@@ -85,10 +87,24 @@ def test_stack_with_stride():
 
 
 @interpreted
-@pytest.mark.parametrize(("heads", "dim"), [(3, 5), (1, 32), (20, 8), (5, 1)])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 5), (1, 32), (20, 8), (11, 32), (5, 1), (70, 2)])
 def test_heads_and_head_dims(heads, dim):
-    """Head counts and dims that fill no tile, and more heads than one program takes."""
+    """Head counts and dims that fill no tile, more heads than a program takes, and more than the tables' usual gap holds."""
     compare(make(BFLOAT, heads=heads, dim=dim, size=(2, 3)))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "size", "window"), [(4, (2, 9), (3, 5)), (3, (2, 11), (3, 5)), (3, (2, 11), (3, 3)), (8, (9, 2), (3, 5))]
+)
+def test_sums_of_the_tables(heads, size, window):
+    """Lanes of one head a fixed number apart or not, several steps, a last block with fewer lanes than heads."""
+    compare(make(BFLOAT, heads=heads, size=size, window=window), window)
+
+
+@interpreted
+def test_more_heads_than_a_program_takes_with_a_stride():
+    compare(make(BFLOAT, heads=11, dim=32, size=(2, 3), window=(1, 3)), (1, 3), stride=(1, 2))
 
 
 @interpreted
@@ -169,7 +185,9 @@ def test_the_registered_op_is_sound():
     from nearsight.ops.qna import triton_impl
 
     inputs = {n: t.requires_grad_() if t is not None else t for n, t in make(size=(2, 3)).items()}
-    arguments = (*inputs.values(), [3, 3], [1, 1], False)
+    scores, values, *tables, mask = inputs.values()
+    arguments = (scores, values, *[table.detach().flatten(0, 1).requires_grad_() for table in tables], mask)
+    arguments = (*arguments, [3, 3], [1, 1], False)
     torch.library.opcheck(triton_impl._forward, arguments)
     compiled = torch.compile(lambda **t: qna(**t, window=3, backend="triton"), backend="aot_eager", fullgraph=True)
     out, want = compiled(**inputs), qna(**inputs, window=3, backend="triton")
@@ -179,6 +197,39 @@ def test_the_registered_op_is_sound():
         torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
     ):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "delta", "backward"])
+def test_loops_carry_every_pointer(kernel):
+    """Triton's coalescing pass walks nearly the whole program for any other: a network's first step then takes minutes.
+
+    Compiled for a GPU that need not be here; masked, so that every load is in it.
+    """
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nearsight.ops.qna import gradient_kernels, kernels
+
+    function = getattr(gradient_kernels if kernel == "backward" else kernels, kernel)
+    constants = {"ALIGN": 8, "HP": 64, "L": 2, "D": 8, "DP": 8, "KH": 3, "KW": 3, "SY": 1, "SX": 1, "N": 32, "ROWS": 2}
+    constants |= {"HB": 0, "QLOW": -1, "QROWS": 4, "UNROLL": True, "BIASED": True, "SCALED": True, "MASKED": True}
+    constants["STACK"] = False
+    halves = ("scores", "values", "out", "grad", "dscores", "dvalues")
+    signature = {}
+    for name in function.arg_names:
+        pointer = "*bf16" if name in halves else "*u8" if name == "key_mask" else "*fp32"
+        number = name in ("H", "W", "OH", "OW", "HEADS", "steps") or name[2:] in ("_b", "_y", "_x")
+        signature[name] = "constexpr" if name in constants else "i32" if number else pointer
+    taken = {name: value for name, value in constants.items() if name in signature}
+    source = ASTSource(fn=function, signature=signature, constexprs=taken)
+    program = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": True}
+    ).asm["ttir"]
+    carried = re.findall(r"(%[\w.#-]+) = ", " ".join(re.findall(r"iter_args\((.*?)\) ->", program)))
+    pointers = re.findall(r"tt\.(?:load|store) (%[\w.#-]+)", program)
+    assert len(pointers) > 40
+    assert set(pointers) <= set(carried)
 
 
 @interpreted
@@ -200,6 +251,7 @@ def test_export_takes_the_torch_path():
         ({"queries": 17}, "needs at most 16 queries, got 17"),
         ({"dim": 257}, "needs a head dim of 1 to 256, got 257"),
         ({"dtype": torch.float64}, "needs float32, bfloat16 or float16, got float64"),
+        ({"batch": 65536, "size": (1, 2)}, "needs at most 65535 images and rows, got 65536 and 1"),
     ],
 )
 def test_refusals(change, sentence):

@@ -10,56 +10,57 @@ from torch import Tensor
 
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import common_refusal, next_power_of_two
+from nearsight.ops.triton_support import INT32_LIMIT, common_refusal, next_power_of_two
 
 __all__ = ["Geometry", "Problem", "geometry", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
 
 MAX_WINDOW = 15
 MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
-# Columns of taps are unrolled while the tables' sums of a program fit its registers: 3×3 with two queries.
+MAX_IMAGES = 65535  # the second and third axis of a grid
+# All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
 UNROLLED_SUMS = 18
+# The tables' heads lie this far apart or the next power of two: one compilation for all head counts up to it.
+HEAD_STRIDE = 64
 
 
 class Geometry(NamedTuple):
-    """What a program takes: columns, heads and rows of pixels (`steps` tiles of rows in the backward), and how it runs."""
+    """What a program takes: pixel-heads and rows (in the backward `steps` tiles of rows), and how it runs."""
 
-    columns: int
-    heads: int
+    lanes: int
     rows: int
     steps: int
     unroll: bool
-    warps: int
+    # The most registers a thread may take, where the compiler's own choice leaves too few warps to hide the loads.
+    registers: int | None = None
 
 
 def geometry(
-    kernel: str,
-    heads: int,
-    queries: int,
-    dim: int,
-    window: Sequence[int],
-    stride: Sequence[int],
-    stack: bool,
-    half: bool,
+    kernel: str, queries: int, dim: int, window: Sequence[int], stride: Sequence[int], height: int, half: bool
 ) -> Geometry:
     """The launch geometry of `kernel` ("forward", "delta" or "backward"): a fixed table, no tuning at run time.
 
-    One warp per program; with half types a thread holds 8 channels of one pixel, so one pixel's head when D = 8.
+    One warp per program; with half types a thread holds 8 channels of one pixel, so one pixel's head when D = 8. Only `steps`
+    depends on the map, and no compilation on `steps`.
     """
     padded = next_power_of_two(dim)
-    per_thread = min(padded, 8 if half else 4)
-    tile = max(32 * per_thread, padded)
-    head_block = min(next_power_of_two(heads), tile // padded)
-    columns = tile // (head_block * padded)
-    rows = 1 if stack and queries > 2 else 2 if queries > 2 or max(window) > 7 else 4
+    lanes = max(32 * min(padded, 8 if half else 4), padded) // padded
     unroll = window[0] * window[1] * queries <= UNROLLED_SUMS
-    steps = 1
-    if kernel == "backward":
-        rows = -(-min(rows, 2) // stride[0]) * stride[0]
-        unroll = unroll and stride[1] == 1
-        # Enough pixels per program that its sums for the tables weigh little beside the maps.
-        steps = 4 if unroll else 7
-    return Geometry(columns, head_block, rows, steps, unroll, 1)
+    rows = 1 if queries > 2 else 2
+    # More rows load fewer pixels twice but leave fewer warps to hide the loads: measured for both kinds of windows.
+    tall = rows == 2 and max(stride) == 1 and max(window) <= 7
+    if kernel == "forward":
+        if unroll and tall and half:
+            return Geometry(lanes, 4, 1, unroll, 128)
+        return Geometry(lanes, rows, 1, unroll, 128 if tall and half else None)
+    if kernel == "delta":
+        return Geometry(lanes, 4 if tall and not unroll else rows, 1, unroll)
+    unroll = unroll and stride[1] == 1
+    # Enough pixels per program that its sums for the tables weigh little beside the maps, enough programs to fill the GPU.
+    steps = 4 if unroll and height > 14 else 7
+    return Geometry(
+        lanes, -(-rows // stride[0]) * stride[0], steps, unroll, 128 if unroll and half and rows == 2 else None
+    )
 
 
 def refusal(call: QnACall) -> str | None:
@@ -75,62 +76,67 @@ def refusal(call: QnACall) -> str | None:
         return f"needs at most {MAX_QUERIES} queries, got {call.scores.shape[3]}"
     if call.values.shape[4] > MAX_HEAD_DIM or call.values.shape[4] == 0:
         return f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {call.values.shape[4]}"
+    if max(call.values.shape[:2]) > MAX_IMAGES:
+        return f"needs at most {MAX_IMAGES} images and rows, got {call.values.shape[0]} and {call.values.shape[1]}"
+    if call.combine == "stack" and call.values[:1].numel() * call.scores.shape[3] >= INT32_LIMIT:
+        return "needs outputs of fewer than 2³¹ elements per image, got more"
     return None
 
 
 def run(call: QnACall) -> Tensor:
-    return _forward(
-        call.scores,
-        call.values,
-        call.position_bias,
-        call.tap_scale,
-        call.key_mask,
-        list(call.window),
-        list(call.stride),
-        call.combine == "stack",
-    )[0]
+    # The tables as [kh·kw, L, heads]: a compiler takes whatever has four axes for a map and may lay it out anew.
+    tables = [None if table is None else table.flatten(0, 1) for table in (call.position_bias, call.tap_scale)]
+    options = (list(call.window), list(call.stride), call.combine == "stack")
+    return _forward(call.scores, call.values, *tables, call.key_mask, *options)[0]
 
 
 class Problem(NamedTuple):
-    """The tensors of a call as the kernels take them: channels dense, any stride of batch and pixel."""
+    """The tensors of a call as the kernels take them: channels dense, any stride of batch and pixel; the tables packed."""
 
     scores: Tensor
     values: Tensor
-    bias: Tensor | None
-    scale: Tensor | None
+    tables: Tensor
+    biased: bool
+    scaled: bool
     key_mask: Tensor | None
     window: Sequence[int]
     stride: Sequence[int]
     stack: bool
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """H, W of the map and of the output."""
-        return _sizes(self.values, self.stride)
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """H, W of the map and of the output, and the heads."""
+        return *_sizes(self.values, self.stride), self.values.shape[3]
 
     def geometry(self, kernel: str) -> Geometry:
-        heads, dim = self.values.shape[3:]
         half = self.values.dtype != torch.float32
-        return geometry(kernel, heads, self.scores.shape[3], dim, self.window, self.stride, self.stack, half)
+        height, dim = self.values.shape[1], self.values.shape[4]
+        return geometry(kernel, self.scores.shape[3], dim, self.window, self.stride, height, half)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Scores, values, tables and mask; any tensor stands for an absent one."""
-        return (
-            self.scores,
-            self.values,
-            self.scores if self.bias is None else self.bias,
-            self.scores if self.scale is None else self.scale,
-            self.values if self.key_mask is None else self.key_mask.view(torch.uint8),
-        )
+        mask = self.values if self.key_mask is None else self.key_mask.view(torch.uint8)
+        return self.scores, self.values, self.tables, mask
+
+    @property
+    def alignment(self) -> int:
+        """Elements that all strides of the values are multiples of, up to a 16-byte load."""
+        align = 16 // self.values.element_size()
+        while any(stride % align for stride in self.values.stride()[:3]):
+            align //= 2
+        return align
 
     def strides(self) -> tuple[int, ...]:
+        """Batch, row and column; the values' in units of `alignment`, so that no compilation depends on them."""
         mask = (0, 0, 0) if self.key_mask is None else self.key_mask.stride()
-        return (*self.scores.stride()[:3], *self.values.stride()[:3], *mask)
+        align = self.alignment
+        return (*self.scores.stride()[:3], *[stride // align for stride in self.values.stride()[:3]], *mask)
 
     def constants(self, g: Geometry) -> dict[str, Any]:
-        heads, dim = self.values.shape[3:]
+        dim = self.values.shape[4]
         return {
-            "HEADS": heads,
+            "ALIGN": self.alignment,
+            "HP": self.tables.shape[1],
             "L": self.scores.shape[3],
             "D": dim,
             "DP": next_power_of_two(dim),
@@ -138,31 +144,17 @@ class Problem(NamedTuple):
             "KW": self.window[1],
             "SY": self.stride[0],
             "SX": self.stride[1],
-            "BX": g.columns,
-            "HB": g.heads,
+            "N": g.lanes,
             "ROWS": g.rows,
             "UNROLL": g.unroll,
-            "BIASED": self.bias is not None,
-            "SCALED": self.scale is not None,
+            "BIASED": self.biased,
+            "SCALED": self.scaled,
             "MASKED": self.key_mask is not None,
             "STACK": self.stack,
-            "num_warps": g.warps,
+            "num_warps": 1,
             "enable_fp_fusion": True,
+            **({} if g.registers is None else {"maxnreg": g.registers}),
         }
-
-
-def _problem(
-    scores: Tensor,
-    values: Tensor,
-    position_bias: Tensor | None,
-    tap_scale: Tensor | None,
-    key_mask: Tensor | None,
-    window: Sequence[int],
-    stride: Sequence[int],
-    stack: bool,
-) -> Problem:
-    tables = [table if table is None else table.contiguous() for table in (position_bias, tap_scale)]
-    return Problem(_dense(scores, 2), _dense(values, 2), tables[0], tables[1], key_mask, window, stride, stack)
 
 
 def _dense(tensor: Tensor, inner: int) -> Tensor:
@@ -180,6 +172,39 @@ def _sizes(values: Tensor, stride: Sequence[int]) -> tuple[int, int, int, int]:
     return height, width, -(-height // stride[0]), -(-width // stride[1])
 
 
+def _pack(bias: Tensor | None, scale: Tensor | None, scores: Tensor) -> Tensor:
+    """The given tables as the kernels read them: [kh·kw, heads and a gap, tables·L] float32."""
+    from nearsight.ops.qna import kernels
+
+    given = [table.contiguous() for table in (bias, scale) if table is not None]
+    tables = _empty_pack(bias, scale, scores)
+    if given and tables.numel():
+        kernels.pack[(tables.shape[0],)](
+            given[0],
+            given[-1],
+            tables,
+            scores.shape[4],
+            L=scores.shape[3],
+            BIASED=bias is not None,
+            SCALED=scale is not None,
+            HP=tables.shape[1],
+            num_warps=1,
+        )
+    return tables
+
+
+def _empty_pack(bias: Tensor | None, scale: Tensor | None, scores: Tensor) -> Tensor:
+    given = [table for table in (bias, scale) if table is not None]
+    taps = given[0].shape[0] if given else 0
+    stride = next_power_of_two(max(scores.shape[4], HEAD_STRIDE))
+    return scores.new_empty([taps, stride, len(given) * scores.shape[3]], dtype=torch.float32)
+
+
+def _window_grid(p: Problem, g: Geometry) -> tuple[int, int, int]:
+    _, _, out_height, out_width, heads = p.sizes
+    return -(-out_width * heads // g.lanes), -(-out_height // g.rows), p.values.shape[0]
+
+
 def launch_forward(p: Problem, out: Tensor, lse: Tensor) -> None:
     from nearsight.ops.qna import kernels
 
@@ -191,53 +216,50 @@ def launch_delta(p: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> None:
     from nearsight.ops.qna import kernels
 
     g = p.geometry("delta")
-    kernels.backward_delta[_window_grid(p, g)](
-        *p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), *grad.stride()[:3], **p.constants(g)
-    )
+    kernels.delta[_window_grid(p, g)](*p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), **p.constants(g))
 
 
 def launch_backward(
     p: Problem, grad: Tensor, lse: Tensor, delta: Tensor, dscores: Tensor, dvalues: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill dscores and dvalues; return each program's sums for the tables, [programs, kh, kw, L, heads]."""
-    from nearsight.ops.qna import kernels
+) -> Tensor | None:
+    """Fill dscores and dvalues; return the programs' sums for the given tables, [rows, tables, kh·kw, L, heads]."""
+    from nearsight.ops.qna import gradient_kernels
 
     g = p.geometry("backward")
-    (batch, height, width, heads), (kh, _), (sy, sx) = p.values.shape[:4], p.window, p.stride
+    (batch, height, width, heads), (kh, kw), (sy, sx) = p.values.shape[:4], p.window, p.stride
     tile_rows = -(-height // (g.rows * g.steps))
-    programs = batch * tile_rows * -(-width // (g.columns * sx)) * sx
+    columns = -(-width // sx)
+    blocks = -(-columns * heads // g.lanes)
     # With a stride along x a program meets only the taps of its phase; the others must read as zero.
     new = p.values.new_empty if sx == 1 else p.values.new_zeros
-    sums = [None if t is None else new([programs, *t.shape], dtype=torch.float32) for t in (p.bias, p.scale)]
+    tables = p.biased + p.scaled
+    rows = batch * tile_rows * sx * (columns if heads > g.lanes else blocks)
+    sums = new([rows, tables, kh * kw, *p.scores.shape[3:]], dtype=torch.float32) if tables else None
+    # Where lanes of one head are a fixed number apart their sums need no loop, which large windows would run through often.
+    # Small windows sum once per program and are compiled once for all head counts.
+    heads_apart = 0
+    if not g.unroll and (g.lanes % heads == 0 or heads % g.lanes == 0):
+        heads_apart = min(heads, g.lanes)
     # The rows of windows that see a tile begin this far above its first row's.
     first = -(-((kh - 1) // 2 - kh + 1) // sy)
     last = (g.rows - 1 + (kh - 1) // 2) // sy
-    kernels.backward[(programs * -(-heads // g.heads), 1, 1)](
+    gradient_kernels.backward[(blocks * sx, tile_rows, batch)](
         *p.tensors(),
         grad,
         lse,
         delta,
         dscores,
         dvalues,
-        *[delta if each is None else each for each in sums],
+        delta if sums is None else sums,
         *p.sizes,
-        tile_rows,
         *p.strides(),
-        *grad.stride()[:3],
-        STEPS=g.steps,
+        g.steps,
+        HB=heads_apart,
         QLOW=first,
         QROWS=last - first + 1,
-        WANT_BIAS=p.bias is not None,
-        WANT_SCALE=p.scale is not None,
         **p.constants(g),
     )
-    return sums[0], sums[1]
-
-
-def _window_grid(p: Problem, g: Geometry) -> tuple[int, int, int]:
-    _, _, out_height, out_width = p.sizes
-    batch, heads = p.values.shape[0], p.values.shape[3]
-    return batch * -(-out_height // g.rows) * -(-out_width // g.columns) * -(-heads // g.heads), 1, 1
+    return sums
 
 
 @torch.library.custom_op("nearsight::qna_triton", mutates_args=())
@@ -250,12 +272,14 @@ def _forward(
     window: list[int],
     stride: list[int],
     stack: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp (base 2) of every window, query and head."""
-    out, lse = _empty_outputs(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp (base 2) of every window, head and query, and the tables as the kernels read them."""
+    out, lse, tables = _empty_outputs(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
     if out.numel():
-        launch_forward(_problem(scores, values, position_bias, tap_scale, key_mask, window, stride, stack), out, lse)
-    return out, lse
+        tables = _pack(position_bias, tap_scale, scores)
+        given = (position_bias is not None, tap_scale is not None)
+        launch_forward(_problem(scores, values, tables, *given, key_mask, window, stride, stack), out, lse)
+    return out, lse, tables
 
 
 @_forward.register_fake
@@ -268,12 +292,30 @@ def _empty_outputs(
     window: list[int],
     stride: list[int],
     stack: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, _, queries, heads), dim = scores.shape, values.shape[4]
     _, _, out_height, out_width = _sizes(values, stride)
     per_query = [queries] if stack else []
     out = values.new_empty([batch, out_height, out_width, *per_query, heads, dim])
-    return out, values.new_empty([batch, out_height, out_width, queries, heads], dtype=torch.float32)
+    return (
+        out,
+        values.new_empty([batch, out_height, out_width, heads, queries], dtype=torch.float32),
+        _empty_pack(position_bias, tap_scale, scores),
+    )
+
+
+def _problem(
+    scores: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    biased: bool,
+    scaled: bool,
+    key_mask: Tensor | None,
+    window: Sequence[int],
+    stride: Sequence[int],
+    stack: bool,
+) -> Problem:
+    return Problem(_dense(scores, 2), _dense(values, 2), tables, biased, scaled, key_mask, window, stride, stack)
 
 
 @torch.library.custom_op("nearsight::qna_triton_backward", mutates_args=())
@@ -281,29 +323,27 @@ def _backward(
     grad: Tensor,
     scores: Tensor,
     values: Tensor,
-    position_bias: Tensor | None,
-    tap_scale: Tensor | None,
     key_mask: Tensor | None,
     lse: Tensor,
+    tables: Tensor,
+    biased: bool,
+    scaled: bool,
     window: list[int],
     stride: list[int],
     stack: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of scores, values, position_bias and tap_scale; an absent table's is empty."""
-    gradients = _empty_gradients(grad, scores, values, position_bias, tap_scale, key_mask, lse, window, stride, stack)
-    dscores, dvalues, dbias, dscale = gradients
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of scores and values, and of the tables that are there: [tables, kh·kw, L, heads], float32."""
+    dscores, dvalues, dtables = _empty_gradients(
+        grad, scores, values, key_mask, lse, tables, biased, scaled, window, stride, stack
+    )
     if values.numel() == 0:
-        return dscores, dvalues, dbias.zero_(), dscale.zero_()
-    problem = _problem(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
-    grad = _dense(grad, 3 if stack else 2)
+        return dscores, dvalues, dtables.zero_()
+    p = _problem(scores, values, tables, biased, scaled, key_mask, window, stride, stack)
+    grad = grad.contiguous()
     delta = torch.empty_like(lse)
-    launch_delta(problem, grad, lse, delta)
-    bias_sums, scale_sums = launch_backward(problem, grad, lse, delta, dscores, dvalues)
-    if bias_sums is not None:
-        dbias = sum_rows(bias_sums).to(dbias.dtype)
-    if scale_sums is not None:
-        dscale = sum_rows(scale_sums).to(dscale.dtype)
-    return dscores, dvalues, dbias, dscale
+    launch_delta(p, grad, lse, delta)
+    sums = launch_backward(p, grad, lse, delta, dscores, dvalues)
+    return dscores, dvalues, dtables if sums is None else sum_rows(sums)
 
 
 @_backward.register_fake
@@ -311,42 +351,40 @@ def _empty_gradients(
     grad: Tensor,
     scores: Tensor,
     values: Tensor,
-    position_bias: Tensor | None,
-    tap_scale: Tensor | None,
     key_mask: Tensor | None,
     lse: Tensor,
+    tables: Tensor,
+    biased: bool,
+    scaled: bool,
     window: list[int],
     stride: list[int],
     stack: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         scores.new_empty(scores.shape),
         values.new_empty(values.shape),
-        values.new_empty([0]) if position_bias is None else position_bias.new_empty(position_bias.shape),
-        values.new_empty([0]) if tap_scale is None else tap_scale.new_empty(tap_scale.shape),
+        values.new_empty([biased + scaled, window[0] * window[1], *scores.shape[3:]], dtype=torch.float32),
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, window, stride, stack = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    scores, values, bias, scale, key_mask, window, stride, stack = inputs
+    ctx.save_for_backward(scores, values, key_mask, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
+    ctx.tables = tuple(None if table is None else table.dtype for table in (bias, scale))
     ctx.options = (window, stride, stack)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    scores, values, bias, scale, key_mask, lse = ctx.saved_tensors
-    dscores, dvalues, dbias, dscale = _backward(grad, scores, values, bias, scale, key_mask, lse, *ctx.options)
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    bias, scale = ctx.tables
+    dscores, dvalues, dtables = _backward(grad, *ctx.saved_tensors, bias is not None, scale is not None, *ctx.options)
     return (
         dscores,
         dvalues,
-        None if bias is None else dbias,
-        None if scale is None else dscale,
-        None,
-        None,
-        None,
-        None,
+        None if bias is None else dtables[0].to(bias),
+        None if scale is None else dtables[-1].to(scale),
+        *(None,) * 4,
     )
 
 

@@ -1,0 +1,310 @@
+"""QnA's gradients in Triton, over the pixels: each gathers from the windows that see it; partial sums for the tables.
+
+Letters and lanes: `lanes.py`.
+"""
+# mypy: ignore-errors
+# ruff: noqa: E741
+
+import triton
+import triton.language as tl
+
+from nearsight.ops.qna.lanes import (
+    LOG2E,
+    channels,
+    clamp,
+    filled,
+    for_next_turn,
+    inside,
+    lane_mask,
+    lanes,
+    load_channels,
+    load_neighbours,
+    load_table,
+    logits,
+    neighbours,
+    one_turn,
+    row_pointers,
+    score_pointers,
+    store_channels,
+    table_pointers,
+)
+
+__all__ = ["backward"]
+
+
+@triton.jit
+def _scatter_taps(
+    dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, first: tl.constexpr, q0, ox, OH, OW,
+    KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    QLOW: tl.constexpr, QROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
+):  # fmt: skip
+    """The body of `_scatter_column`'s loop."""
+    per: tl.constexpr = L if STACK else 1
+    # Row r of the program is tap r + LEAD − SY·q of row q of the windows.
+    LEAD: tl.constexpr = (KH - 1) // 2 - SY * QLOW
+    group: tl.constexpr = (BIASED + SCALED) * L
+    b = load_table(table_at, BIASED, 0, KH, L, group)
+    w = load_table(table_at, SCALED, BIASED * L, KH, L, group)
+    for q in tl.static_range(QROWS):
+        valid = inside(q0 + (QLOW + q), ox, OH, OW)
+        g = ()
+        for l in tl.static_range(per):
+            g = g + (load_channels(grad_at[q * per + l], D, DP),)
+        seen = load_neighbours(lse_at, q, L)
+        delta = load_neighbours(delta_at, q, L)
+        lse = ()
+        for l in tl.static_range(L):
+            lse = lse + (tl.where(valid, seen[l], float("inf")),)
+        for r in tl.static_range(ROWS):
+            if r + LEAD - SY * q >= 0 and r + LEAD - SY * q < KH:
+                weight = tl.zeros_like(s[0])
+                if not STACK:
+                    gv = tl.sum(g[0] * v[r], axis=1)
+                for l in tl.static_range(L):
+                    if STACK:
+                        gv = tl.sum(g[l] * v[r], axis=1)
+                    logit = s[r * L + l]
+                    if BIASED:
+                        logit += b[(r + LEAD - SY * q) * L + l]
+                    p = tl.exp2(logit * LOG2E - lse[l])
+                    scaled = p
+                    dlogit = gv
+                    if SCALED:
+                        scaled = p * w[(r + LEAD - SY * q) * L + l]
+                        dlogit = w[(r + LEAD - SY * q) * L + l] * gv
+                    dlogit = p * (dlogit - delta[l])
+                    ds = ds[: r * L + l] + (ds[r * L + l] + dlogit,) + ds[r * L + l + 1 :]
+                    if BIASED:
+                        db = (
+                            db[: first + (r + LEAD - SY * q) * L + l]
+                            + (db[first + (r + LEAD - SY * q) * L + l] + dlogit,)
+                            + db[first + (r + LEAD - SY * q) * L + l + 1 :]
+                        )
+                    if SCALED:
+                        dw = (
+                            dw[: first + (r + LEAD - SY * q) * L + l]
+                            + (dw[first + (r + LEAD - SY * q) * L + l] + p * gv,)
+                            + dw[first + (r + LEAD - SY * q) * L + l + 1 :]
+                        )
+                    if STACK:
+                        dv = dv[:r] + (dv[r] + scaled[:, None] * g[l],) + dv[r + 1 :]
+                    else:
+                        weight += scaled
+                if not STACK:
+                    dv = dv[:r] + (dv[r] + weight[:, None] * g[0],) + dv[r + 1 :]
+    return dv, ds, db, dw
+
+
+@triton.jit
+def _scatter_column(
+    dv, ds, db, dw, v, s, tx, first: tl.constexpr, grad, lse_in, delta_in, tables, q0, ox, h, channel, OH, OW, HEADS,
+    HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
+):  # fmt: skip
+    """What the windows that see the pixels in column tx of their taps give to the pixels' gradients and the tables'.
+
+    `first` is the entry of db and dw that belongs to (ty, l) = (0, 0).
+    """
+    per: tl.constexpr = L if STACK else 1
+    group: tl.constexpr = (BIASED + SCALED) * L
+    table_at = table_pointers(tables, h, tx, 1, HP, KH, KW, group)
+    grad_at = ()
+    lse_at = ()
+    delta_at = ()
+    oxc = clamp(ox, OW)
+    grad_column = (oxc * (per * HEADS * D))[:, None] + channel
+    state = (oxc * HEADS + h) * L
+    for q in tl.static_range(QROWS):
+        row = clamp(q0 + (QLOW + q), OH) * (OW * HEADS)
+        for l in tl.static_range(per):
+            grad_at = grad_at + (grad + (grad_column + (row * (per * D) + l * (HEADS * D))),)
+        lse_at = lse_at + neighbours(lse_in + (state + row * L), L)
+        delta_at = delta_at + neighbours(delta_in + (state + row * L), L)
+    for _ in range(one_turn(OH)):
+        dv, ds, db, dw = _scatter_taps(
+            dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, first, q0, ox, OH, OW,
+            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
+        )  # fmt: skip
+        table_at = for_next_turn(table_at, OH)
+        grad_at = for_next_turn(grad_at, OH)
+        lse_at = for_next_turn(lse_at, OH)
+        delta_at = for_next_turn(delta_at, OH)
+    return dv, ds, db, dw
+
+
+@triton.jit
+def _add_heads(t, HEADS, HB: tl.constexpr, N: tl.constexpr):
+    """The first HEADS lanes of each tile receive the sum over all lanes of their head, in a fixed order.
+
+    Lanes HB apart have the same head; if HB is 0, HEADS apart, and the compiler cannot know how far that is.
+    """
+    lane = tl.arange(0, N)
+    totals = t
+    if HB == 0:
+        for k in range(1, tl.cdiv(N, HEADS)):
+            other = lane + k * HEADS
+            sums = ()
+            for i in tl.static_range(len(t)):
+                part = tl.gather(t[i], tl.minimum(other, N - 1), 0)
+                sums = sums + (totals[i] + tl.where(other < N, part, 0.0),)
+            totals = sums
+    else:
+        for k in tl.static_range(8):
+            if HB << k < N:
+                sums = ()
+                for i in tl.static_range(len(t)):
+                    sums = sums + (totals[i] + tl.gather(totals[i], (lane + (HB << k)) % N, 0),)
+                totals = sums
+    return totals
+
+
+@triton.jit
+def _store_sums(
+    partial, sums, tx, owner, owners, again, HEADS, HB: tl.constexpr, N: tl.constexpr,
+    COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Sum the entries (j, ty, l) of `sums` over the lanes of a head and store them as columns tx … of a table.
+
+    The first `owners` lanes store, each for its head `owner`. With ADD, the first `again` stored there before and add to it.
+    """
+    totals = _add_heads(sums, HEADS, HB, N)
+    lane = tl.arange(0, N)
+    at = ()
+    for j in tl.static_range(COLS):
+        for ty in tl.static_range(KH):
+            for l in tl.static_range(L):
+                at = at + (partial + owner + ((ty * KW + tx + j) * L + l) * HEADS,)
+    for _ in range(one_turn(HEADS)):
+        for i in tl.static_range(COLS * KH * L):
+            total = totals[i]
+            if ADD:
+                total += tl.load(at[i], mask=lane < again, other=0.0)
+            tl.store(at[i], total, mask=lane < owners)
+        at = for_next_turn(at, HEADS)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "H", "W", "OH", "OW", "HEADS", "ss_b", "ss_y", "ss_x", "vs_b", "vs_y", "vs_x", "ms_b", "ms_y", "ms_x",
+        "steps",
+    ],
+    do_not_specialize_on_alignment=["scores", "key_mask", "dscores"],
+)  # fmt: skip
+def backward(
+    scores, values, tables, key_mask, grad, lse_in, delta_in, dscores, dvalues, sums,
+    H, W, OH, OW, HEADS,
+    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, steps,
+    ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
+    N: tl.constexpr, HB: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    QLOW: tl.constexpr, QROWS: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of scores and values, gathered over the windows that see each pixel, and partial sums of the tables'.
+
+    A program takes steps tiles of ROWS rows, one below the other. Its pixels are SX columns apart, so that all of them are the
+    same columns of taps of the windows that see them; likewise ROWS is a multiple of SY. Unrolled (SX = 1), the tables' sums
+    stay in registers over the steps; otherwise each column of taps is summed when it is done and added to what is stored.
+    """
+    block = tl.program_id(0) // SX
+    phase = tl.program_id(0) % SX
+    tile_row = tl.program_id(1) * steps
+    batch = tl.program_id(2).to(tl.int64)
+    here = tl.cdiv(W - phase, SX)
+    q_column, h = lanes(block, here, HEADS, N)
+    channel = channels(h, D, DP)
+    vs_y *= ALIGN
+    vs_x *= ALIGN
+    scores += batch * ss_b
+    values += batch * vs_b * ALIGN
+    key_mask += batch * ms_b
+    windows = batch * (OH * OW * HEADS)
+    grad += windows * (D * L if STACK else D)
+    lse_in += windows * L
+    delta_in += windows * L
+    pixels = batch * (H * W * HEADS)
+    dscores += pixels * L
+    dvalues += pixels * D
+    # Who stores the tables' sums: with more heads than lanes each lane of the row, else the first lane of each head, also of
+    # heads that a last, short block has no pixel of.
+    owner = (block * N + tl.arange(0, N)) % HEADS
+    owners = tl.where(HEADS > N, here * HEADS - block * N, HEADS)
+    # A program's own row of sums, or with more heads than lanes one per column; both tables' one after the other.
+    groups = tl.where(HEADS > N, tl.cdiv(W, SX), tl.num_programs(0) // SX)
+    row = (batch * tl.num_programs(1) + tl.program_id(1)) * (groups * SX) + phase
+    row += tl.where(HEADS > N, q_column, block) * SX
+    dbias = sums + row * ((BIASED + SCALED) * KH * KW * L * HEADS)
+    dscale = dbias + BIASED * (KH * KW * L * HEADS)
+    # Lanes beyond the row count as outside the image: nothing of theirs may reach the tables' sums.
+    x = tl.where(lane_mask(block, here, HEADS, True, N), q_column * SX + phase, W)
+    xc = tl.minimum(x, W - 1)
+    value_column = (xc * vs_x)[:, None] + channel
+
+    zero = tl.zeros([N], tl.float32)
+    cols: tl.constexpr = KW if UNROLL else 1
+    db = filled(KH * L * cols, zero)
+    dw = filled(KH * L * cols, zero)
+    for step in range(tl.minimum(steps, tl.cdiv(H, ROWS) - tile_row)):
+        y0 = (tile_row + step) * ROWS
+        v = filled(ROWS, tl.zeros([N, DP], tl.float32))
+        s = filled(ROWS * L, zero)
+        s_at = score_pointers(scores, xc * ss_x + h, y0, H, ss_y, HEADS, ROWS, L)
+        v_at = row_pointers(values, value_column, y0, H, vs_y, ROWS)
+        m_at = row_pointers(key_mask, xc * ms_x, y0, H, ms_y, ROWS if MASKED else 0)
+        for _ in range(one_turn(H)):
+            s = ()
+            v = ()
+            for r in tl.static_range(ROWS):
+                s = s + logits(s_at, m_at, r, y0 + r, x, H, W, MASKED, L)
+                v = v + (load_channels(v_at[r], D, DP),)
+            s_at = for_next_turn(s_at, H)
+            v_at = for_next_turn(v_at, H)
+            m_at = for_next_turn(m_at, H)
+        dv = filled(ROWS, tl.zeros([N, DP], tl.float32))
+        ds = filled(ROWS * L, zero)
+        if UNROLL:
+            for tx in tl.static_range(KW):
+                dv, ds, db, dw = _scatter_column(
+                    dv, ds, db, dw, v, s, tx, tx * KH * L, grad, lse_in, delta_in, tables, y0 // SY,
+                    x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
+                )  # fmt: skip
+        else:
+            first_tx = (phase + (KW - 1) // 2) % SX
+            for i in range((KW - first_tx + SX - 1) // SX):
+                tx = first_tx + i * SX
+                db = filled(KH * L, zero)
+                dw = filled(KH * L, zero)
+                dv, ds, db, dw = _scatter_column(
+                    dv, ds, db, dw, v, s, tx, 0, grad, lse_in, delta_in, tables, y0 // SY,
+                    q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
+                )  # fmt: skip
+                again = tl.where(step > 0, owners, 0)
+                if BIASED:
+                    _store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, KH, KW, L, True)
+                if SCALED:
+                    _store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, KH, KW, L, True)
+            # One lane stores what several load in the next step.
+            tl.debug_barrier()
+        ds_at = ()
+        dv_at = ()
+        for r in tl.static_range(ROWS):
+            pixel = ((y0 + r) * W + x) * HEADS
+            for l in tl.static_range(L):
+                ds_at = ds_at + (dscores + (pixel * L + (l * HEADS + h)),)
+            dv_at = dv_at + (dvalues + ((pixel * D)[:, None] + channel),)
+        for _ in range(one_turn(H)):
+            for r in tl.static_range(ROWS):
+                valid = lane_mask(block, here, HEADS, y0 + r < H, N)
+                for l in tl.static_range(L):
+                    tl.store(ds_at[r * L + l], ds[r * L + l].to(dscores.dtype.element_ty), mask=valid)
+                store_channels(dv_at[r], dv[r], valid, D, DP)
+            ds_at = for_next_turn(ds_at, H)
+            dv_at = for_next_turn(dv_at, H)
+    if UNROLL:
+        if BIASED:
+            _store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, KW, KH, KW, L, False)
+        if SCALED:
+            _store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, KW, KH, KW, L, False)
