@@ -77,9 +77,10 @@ class Spec(NamedTuple):
 
 def carve(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
     """The tables that a float32 buffer holds one after the other."""
+    whole = {dtype: buffer.view(dtype) for dtype in {spec.dtype for spec in specs}}
     tables, first = [], 0
     for spec in specs:
-        count = math.prod(spec.shape)
-        tables.append(buffer[first : first + spec.words].view(spec.dtype)[:count].view(spec.shape))
+        strides = [math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))]
+        tables.append(whole[spec.dtype].as_strided(spec.shape, strides, first * 4 // spec.dtype.itemsize))
         first += spec.words
     return tables

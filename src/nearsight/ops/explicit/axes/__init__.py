@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -53,62 +54,62 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32x3"
 
 
+class _Axis(NamedTuple):
+    """The products along one axis: tiles along the other axis, tiles in all of one image and head, tiles a program takes one
+    after the other, and the grid."""
+
+    blocks: int
+    tiles: int
+    steps: int
+    grid: tuple[int, int, int]
+
+
 class _Launch(NamedTuple):
-    """A call's geometry."""
+    """A call's geometry: its products along y and along x."""
 
-    p: Problem
+    along_y: _Axis
+    along_x: _Axis
+    constants: dict[str, Any]
 
-    @property
-    def side(self) -> int:
-        return next_power_of_two(max(self.p.size))
 
-    @property
-    def tile(self) -> Tile:
-        return tile(self.side, self.p.per_head, self.p.values.dtype)
+@functools.lru_cache(maxsize=1024)
+def _plan(batch: int, height: int, width: int, heads: int, per_head: int, dtype: torch.dtype, masked: bool) -> _Launch:
+    side = next_power_of_two(max(height, width))
+    t = tile(side, per_head, dtype)
+    parts = -(-per_head // t.channels)
 
-    def blocks(self, along_x: bool) -> int:
-        """Tiles along the axis that is not multiplied."""
-        return -(-self.p.size[0 if along_x else 1] // self.tile.others)
+    def axis(along: int, other: int) -> _Axis:
+        blocks, rows = -(-other // t.others), -(-along // t.rows)
+        tiles = blocks * parts * rows
+        # As many as leave each multiprocessor a few programs: the matrix is kept.
+        steps = max(1, min(blocks, tiles * batch * heads // WANTED_PROGRAMS))
+        return _Axis(blocks, tiles, steps, (batch * heads * parts * -(-blocks // steps), rows, 1))
 
-    def tiles(self, along_x: bool) -> int:
-        """Tiles in all, in one image and head."""
-        t, along = self.tile, self.p.size[1 if along_x else 0]
-        return self.blocks(along_x) * -(-self.p.per_head // t.channels) * -(-along // t.rows)
+    constants = {
+        "HEADS": heads,
+        "DH": per_head,
+        "SIDE": side,
+        "OB": t.others,
+        "CB": t.channels,
+        "BM": t.rows,
+        "BK": t.depth,
+        "WHOLE": t.depth >= side,
+        "MASKED": masked,
+        "PRECISION": _precision(dtype),
+        "num_warps": t.warps,
+        "num_stages": t.stages,
+    }
+    return _Launch(axis(height, width), axis(width, height), constants)
 
-    def steps(self, along_x: bool) -> int:
-        """Tiles a program takes one after the other, its matrix kept: as many as leave each multiprocessor a few programs."""
-        all_tiles = self.tiles(along_x) * self.p.batch * self.p.heads
-        return max(1, min(self.blocks(along_x), all_tiles // WANTED_PROGRAMS))
 
-    def grid(self, along_x: bool) -> tuple[int, int, int]:
-        t, along = self.tile, self.p.size[1 if along_x else 0]
-        parts = self.p.heads * -(-self.p.per_head // t.channels)
-        groups = -(-self.blocks(along_x) // self.steps(along_x))
-        return self.p.batch * parts * groups, -(-along // t.rows), 1
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        t = self.tile
-        return {
-            "HEADS": self.p.heads,
-            "DH": self.p.per_head,
-            "SIDE": self.side,
-            "OB": t.others,
-            "CB": t.channels,
-            "BM": t.rows,
-            "BK": t.depth,
-            "WHOLE": t.depth >= self.side,
-            "MASKED": self.p.key_mask is not None,
-            "PRECISION": _precision(self.p.values.dtype),
-            "num_warps": t.warps,
-            "num_stages": t.stages,
-        }
+def _launch(p: Problem) -> _Launch:
+    return _plan(p.batch, *p.size, p.heads, p.per_head, p.values.dtype, p.key_mask is not None)
 
 
 def share_count(p: Problem) -> int:
     """Shares of a head's radius' gradient that the backward leaves."""
-    launch = _Launch(p)
-    return p.batch * (launch.tiles(False) + launch.tiles(True))
+    launch = _launch(p)
+    return p.batch * (launch.along_y.tiles + launch.along_x.tiles)
 
 
 class Tables(NamedTuple):
@@ -152,18 +153,18 @@ class _Saved(NamedTuple):
     centres: Tensor
 
 
-def _along_x(launch: _Launch, tables: Tables, least: float) -> _Saved:
+def _along_x(p: Problem, tables: Tables, least: float) -> _Saved:
     """The first product."""
     from nearsight.ops.explicit.axes import kernels
 
-    p = launch.p
+    launch = _launch(p)
     (height, width), narrow = p.size, product_dtype(p.values.dtype)
     new = p.values.new_empty
     product = new(p.values.shape, dtype=narrow)
-    totals = new([p.batch, launch.blocks(True), p.channels], dtype=torch.float32)
+    totals = new([p.batch, launch.along_x.blocks, p.channels], dtype=torch.float32)
     centres = new([p.batch, p.channels], dtype=torch.float32)
     mask, mask_strides = p.mask
-    kernels.forward_x[launch.grid(True)](
+    kernels.forward_x[launch.along_x.grid](
         p.values,
         mask,
         p.radius,
@@ -173,7 +174,7 @@ def _along_x(launch: _Launch, tables: Tables, least: float) -> _Saved:
         centres,
         height,
         width,
-        launch.steps(True),
+        launch.along_x.steps,
         least,
         *p.values.stride()[:3],
         *mask_strides,
@@ -186,11 +187,11 @@ def forward(p: Problem, tables: Tables, out: Tensor, least: float) -> None:
     """Write the output of the heads whose radius is below `least`."""
     from nearsight.ops.explicit.axes import kernels
 
-    launch = _Launch(p)
-    saved = _along_x(launch, tables, least)
+    launch = _launch(p)
+    saved = _along_x(p, tables, least)
     (height, width), offset = p.size, p.offset
     inverse, _ = _masses(p, tables)
-    kernels.forward_y[launch.grid(False)](
+    kernels.forward_y[launch.along_y.grid](
         saved.product,
         p.radius,
         *tables,
@@ -201,7 +202,7 @@ def forward(p: Problem, tables: Tables, out: Tensor, least: float) -> None:
         height,
         width,
         saved.totals.shape[1],
-        launch.steps(False),
+        launch.along_y.steps,
         least,
         offset,
         offset * height * width,
@@ -219,15 +220,15 @@ def backward(
     """
     from nearsight.ops.explicit.axes import kernels
 
-    launch = _Launch(p)
-    saved = _along_x(launch, tables, least)
+    launch = _launch(p)
+    saved = _along_x(p, tables, least)
     (height, width), offset = p.size, p.offset
     inverse, slope = _masses(p, tables)
-    second_totals = p.values.new_empty([p.batch, launch.blocks(False), p.channels], dtype=torch.float32)
+    second_totals = p.values.new_empty([p.batch, launch.along_y.blocks, p.channels], dtype=torch.float32)
     second = torch.empty_like(saved.product)
-    first_shares = launch.tiles(False)
-    shares_per_image = first_shares + launch.tiles(True)
-    kernels.backward_y[launch.grid(False)](
+    first_shares = launch.along_y.tiles
+    shares_per_image = first_shares + launch.along_x.tiles
+    kernels.backward_y[launch.along_y.grid](
         grad,
         saved.product,
         p.radius,
@@ -241,7 +242,7 @@ def backward(
         height,
         width,
         saved.totals.shape[1],
-        launch.steps(False),
+        launch.along_y.steps,
         least,
         p.batch,
         shares_per_image,
@@ -253,7 +254,7 @@ def backward(
         **launch.constants,
     )
     mask, mask_strides = p.mask
-    kernels.backward_x[launch.grid(True)](
+    kernels.backward_x[launch.along_x.grid](
         p.values,
         mask,
         second,
@@ -266,7 +267,7 @@ def backward(
         height,
         width,
         second_totals.shape[1],
-        launch.steps(True),
+        launch.along_x.steps,
         least,
         p.batch,
         shares_per_image,
