@@ -153,7 +153,7 @@ def test_chosen_on_its_own_and_compiled_once_per_class():
 
 
 def test_the_first_call_takes_seconds(tmp_path):
-    """Forward and backward with nothing compiled: 5 s of processor time, ptxas included."""
+    """Forward and backward with nothing compiled, in processor time, ptxas included: Triton's coalescing alone took 15 s."""
     program = """
 import os, torch
 from nearsight.ops import qna
@@ -168,4 +168,4 @@ print(sum(b - a for a, b in zip(before[:4], os.times()[:4])))
 """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 5
+    assert float(done.stdout) < 10

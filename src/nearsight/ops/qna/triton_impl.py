@@ -153,7 +153,8 @@ class Problem(NamedTuple):
             "STACK": self.stack,
             "num_warps": 1,
             "enable_fp_fusion": True,
-            **({} if g.registers is None else {"maxnreg": g.registers}),
+            # An option of NVIDIA's compiler alone.
+            **({} if g.registers is None or torch.version.hip is not None else {"maxnreg": g.registers}),
         }
 
 
@@ -222,7 +223,7 @@ def launch_delta(p: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> None:
 def launch_backward(
     p: Problem, grad: Tensor, lse: Tensor, delta: Tensor, dscores: Tensor, dvalues: Tensor
 ) -> Tensor | None:
-    """Fill dscores and dvalues; return the programs' sums for the given tables, [rows, tables, kh·kw, L, heads]."""
+    """Fill dscores and dvalues; return the programs' sums for the given tables, [rows, tables, kh·kw·L, heads]."""
     from nearsight.ops.qna import gradient_kernels
 
     g = p.geometry("backward")
@@ -234,7 +235,7 @@ def launch_backward(
     new = p.values.new_empty if sx == 1 else p.values.new_zeros
     tables = p.biased + p.scaled
     rows = batch * tile_rows * sx * (columns if heads > g.lanes else blocks)
-    sums = new([rows, tables, kh * kw, *p.scores.shape[3:]], dtype=torch.float32) if tables else None
+    sums = new([rows, tables, kh * kw * p.scores.shape[3], heads], dtype=torch.float32) if tables else None
     # Where lanes of one head are a fixed number apart their sums need no loop, which large windows would run through often.
     # Small windows sum once per program and are compiled once for all head counts.
     heads_apart = 0
@@ -332,7 +333,7 @@ def _backward(
     stride: list[int],
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scores and values, and of the tables that are there: [tables, kh·kw, L, heads], float32."""
+    """Gradients of scores and values, and of the tables that are there: [tables, kh·kw·L, heads], float32."""
     dscores, dvalues, dtables = _empty_gradients(
         grad, scores, values, key_mask, lse, tables, biased, scaled, window, stride, stack
     )
@@ -363,7 +364,9 @@ def _empty_gradients(
     return (
         scores.new_empty(scores.shape),
         values.new_empty(values.shape),
-        values.new_empty([biased + scaled, window[0] * window[1], *scores.shape[3:]], dtype=torch.float32),
+        values.new_empty(
+            [biased + scaled, window[0] * window[1] * scores.shape[3], scores.shape[4]], dtype=torch.float32
+        ),
     )
 
 
@@ -372,20 +375,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(scores, values, key_mask, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
-    ctx.tables = tuple(None if table is None else table.dtype for table in (bias, scale))
+    ctx.tables = tuple(None if table is None else (table.shape, table.dtype) for table in (bias, scale))
     ctx.options = (window, stride, stack)
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    bias, scale = ctx.tables
-    dscores, dvalues, dtables = _backward(grad, *ctx.saved_tensors, bias is not None, scale is not None, *ctx.options)
-    return (
-        dscores,
-        dvalues,
-        None if bias is None else dtables[0].to(bias),
-        None if scale is None else dtables[-1].to(scale),
-        *(None,) * 4,
-    )
+    given = [table is not None for table in ctx.tables]
+    dscores, dvalues, dtables = _backward(grad, *ctx.saved_tensors, *given, *ctx.options)
+    shares = iter(dtables)
+    dbias, dscale = [None if each is None else next(shares).view(each[0]).to(each[1]) for each in ctx.tables]
+    return dscores, dvalues, dbias, dscale, *(None,) * 4
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
