@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearsight
 from nearsight import AttentionAugmentedConv2d, ExplicitAugmentedConv2d
 from nearsight.layers.augmented import attention_width, key_width
 from nearsight.layers.relative_attention import RelativeAttention2d, resize_table
+from tests.support.largest import LargestTensor
 
 
 def attention(feature_size=(4, 6), **options) -> RelativeAttention2d:
@@ -113,19 +113,6 @@ def test_tables_stretch_linearly(size: int):
     if size > 1:
         want = F.interpolate(table.transpose(1, 2), 2 * size - 1, mode="linear", align_corners=True).transpose(1, 2)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor any operation makes, backward included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.numel())
-        return out
 
 
 def test_never_makes_the_logits():

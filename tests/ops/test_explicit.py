@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearsight.ops import backends, explicit_attention, explicit_weights
 from nearsight.ops.explicit.call import FIXED_KINDS, KINDS
 from tests.support.accuracy import assert_by_error_rule, output_and_gradients
+from tests.support.largest import LargestTensor
 
 RADIUS_KINDS = [k for k in KINDS if k not in FIXED_KINDS]
 SHAPES = [(2, 5, 9, 6), (1, 11, 4, 2), (3, 1, 1, 4), (2, 1, 7, 2), (2, 8, 1, 4), (0, 3, 5, 4), (1, 16, 13, 8)]
@@ -398,19 +398,6 @@ def test_inductor_agrees(kind: str):
 
 
 # Cost, and who runs it.
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor any operation makes, backward included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.numel())
-        return out
 
 
 @pytest.mark.parametrize("kind", KINDS)

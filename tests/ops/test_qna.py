@@ -16,6 +16,7 @@ from nearsight.ops.qna import export_form, planes, sums
 from nearsight.ops.qna.call import prepare
 from nearsight.ops.qna.sums import Sums
 from tests.support.accuracy import assert_by_error_rule
+from tests.support.largest import LargestTensor
 
 L, HEADS, DIM = 2, 3, 4
 
@@ -399,32 +400,17 @@ def test_dtypes_and_autocast():
 # ── Memory, tracing, threads ──
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """The largest tensor any operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, Tensor):
-                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
-        return out
-
-
 def test_memory_does_not_grow_with_the_window(monkeypatch):
     """No tensor larger than the planes (the padded inputs) or the budget of a piece, forward and backward."""
     monkeypatch.setattr(planes, "BUDGET_CPU", 1 << 12)
     height, width, window = 12, 14, (7, 7)
     given = {n: t.requires_grad_() for n, t in inputs(1, height, width, window, heads=2, dim=8).items()}
-    with Largest() as seen:
+    with LargestTensor() as seen:
         out = planes_forward_and_backward(given, window)
     assert torch.isfinite(out).all()
     padded = (height + 6) * (width + 6)
-    assert seen.numel <= padded * 2 * 8
-    assert seen.numel < window[0] * window[1] * height * width
+    assert seen.elements <= padded * 2 * 8
+    assert seen.elements < window[0] * window[1] * height * width
 
 
 def planes_forward_and_backward(given, window):

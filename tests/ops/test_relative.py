@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearsight.layers import relative_attention
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops import relative
 from nearsight.ops.relative import attend_by_rows
 from tests.support.accuracy import assert_by_error_rule
+from tests.support.largest import LargestTensor
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor, key_mask: Tensor | None = None):
@@ -92,26 +92,15 @@ def test_batch_of_none():
     assert all(t.grad is not None and not t.grad.any() for t in inputs)
 
 
-class Largest(TorchDispatchMode):
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.numel())
-        return out
-
-
 def test_holds_a_block_of_logits_at_most(monkeypatch):
     """Neither n×n nor n·(H + W) numbers, in the forward or in the backward."""
     monkeypatch.setattr(relative, "BLOCK", 6 * 3 * 30**2)
     inputs = call(1, 40, 30)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         out, softmax = relative.forward_by_rows(*inputs.values(), None)
         relative.backward_by_rows(out, *inputs.values(), None, out, softmax)
     assert largest.elements == relative.BLOCK < 40 * 30 * 3 * 40
-    with Largest() as largest:
+    with LargestTensor() as largest:
         definition(**inputs)
     assert largest.elements >= 3 * (40 * 30) ** 2
 
