@@ -21,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,12 @@ def start(row: Row, seed: int, folder: Path, words: Sequence[str], limit: float,
     return Job(row, seed, folder, process, time.monotonic(), limit)
 
 
-def tend(queue: Iterator[Job], parallel: int, deadline: float) -> Iterator[Job]:
+def tend(
+    queue: Iterator[Job], parallel: int, deadline: float, look: Callable[[], None] = lambda: None
+) -> Iterator[Job]:
     """Keep `parallel` jobs running, stop those over their limit or the deadline, and hand each on when it ends.
 
-    Every job is stopped by its own process id: asked first, then killed.
+    `look` is called now and then. Every job is stopped by its own process id: asked first, then killed.
     """
     running: list[Job] = []
     more = True
@@ -123,6 +125,7 @@ def tend(queue: Iterator[Job], parallel: int, deadline: float) -> Iterator[Job]:
                     job.stopped = True
                 elif now > min(deadline, job.began + job.limit) + grace:
                     job.process.kill()
+        look()
         time.sleep(0.2)
 
 
@@ -251,6 +254,7 @@ def _ship(run: Path, target: Path, data: str, row: Row, told: dict[str, Any]) ->
 
 def speed(options: argparse.Namespace) -> int:
     """Time the rows: all start together, then each has the device for itself; 1 when one failed."""
+    began = time.monotonic()
     rows = chosen(options.rows)
     decode_once(rows, options.data)
     where, failed = machine(), 0
@@ -265,7 +269,15 @@ def speed(options: argparse.Namespace) -> int:
                 words += [word for change in options.set for word in ("--set", change)]
                 yield start(row, 0, folder, words, options.limit, threads)
 
-        for job in tend(jobs(), len(rows), time.monotonic() + options.budget):
+        told: set[str] = set()
+
+        def look() -> None:
+            for file in sorted(Path(work).glob("*.ready")):
+                if file.name not in told:
+                    told.add(file.name)
+                    print(f"{file.stem}: ready after {time.monotonic() - began:.0f} s", flush=True)
+
+        for job in tend(jobs(), len(rows), began + options.budget, look):
             row, ok = job.row, job.process.returncode == 0
             # A process that failed must not be waited for.
             (Path(work) / f"{row.key.replace('/', '-')}.ready").touch()

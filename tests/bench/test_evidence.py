@@ -194,7 +194,10 @@ def test_jobs_run_together_and_late_ones_are_stopped(tmp_path: Path) -> None:
     codes = ["print('fine')", "raise SystemExit('it broke')", "import time; time.sleep(60)"]
     began = time.monotonic()
     queue = (job(tmp_path / str(i), code, 3 if i == 2 else 60) for i, code in enumerate(codes))
-    ended = {done.folder.name: done for done in evidence.tend(queue, 3, began + 60)}
+    looks: list[float] = []
+    tended = evidence.tend(queue, 3, began + 60, lambda: looks.append(time.monotonic()))
+    ended = {done.folder.name: done for done in tended}
+    assert len(looks) > 5, "whoever waits is told how far they are"
     assert time.monotonic() - began < 30
     assert [ended[str(i)].process.returncode for i in range(2)] == [0, 1]
     assert ended["2"].stopped
