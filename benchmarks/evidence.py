@@ -198,7 +198,8 @@ def decode_once(rows: Sequence[Row], data: str) -> None:
             continue
         source = open_source(config.data, labelled=config.task == "classify")
         for split in (source.train, source.evaluation):
-            materialise(split, config.data)
+            if split is not None:
+                materialise(split, config.data)
 
 
 def train(options: argparse.Namespace) -> int:
