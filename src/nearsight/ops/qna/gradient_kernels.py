@@ -161,26 +161,40 @@ def _add_heads(t, HEADS, HB: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _store_sums(
-    partial, sums, tx, owner, owners, again, HEADS, HB: tl.constexpr, N: tl.constexpr,
-    COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, ADD: tl.constexpr,
+    partial, sums, tx, owner, owners, again, HEADS, HB: tl.constexpr, N: tl.constexpr, TABLES: tl.constexpr,
+    COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, ADD: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Sum the entries (j, ty, l) of `sums` over the lanes of a head and store them as columns tx … of a table.
+    """Sum the entries (table, j, ty, l) of `sums` over the lanes of a head and store them as columns tx … of the tables.
 
-    The first `owners` lanes store, each for its head `owner`. With ADD, the first `again` stored there before and add to it.
+    The first `owners` lanes store, each for its head `owner`. With ADD, the first `again` stored there before and add to it; all
+    loads come before any store, since the compiler cannot know that an entry's store leaves the next one's load alone. EVERY lane
+    may store where all lanes of a head have its sum: the same number to the same place, and no branch.
     """
-    totals = _add_heads(sums, HEADS, HB, N)
     lane = tl.arange(0, N)
     at = ()
-    for j in tl.static_range(COLS):
-        for ty in tl.static_range(KH):
-            for l in tl.static_range(L):
-                at = at + (partial + owner + ((ty * KW + tx + j) * L + l) * HEADS,)
+    for t in tl.static_range(TABLES):
+        for j in tl.static_range(COLS):
+            for ty in tl.static_range(KH):
+                for l in tl.static_range(L):
+                    at = at + (partial + owner + (((t * KH + ty) * KW + tx + j) * L + l) * HEADS,)
+    old = sums
+    load_at = at
+    if ADD:
+        for _ in range(one_turn(HEADS)):
+            old = ()
+            for i in tl.static_range(len(at)):
+                old = old + (tl.load(load_at[i], mask=lane < again, other=0.0),)
+            load_at = for_next_turn(load_at, HEADS)
+    totals = _add_heads(sums, HEADS, HB, N)
     for _ in range(one_turn(HEADS)):
-        for i in tl.static_range(COLS * KH * L):
+        for i in tl.static_range(len(at)):
             total = totals[i]
             if ADD:
-                total += tl.load(at[i], mask=lane < again, other=0.0)
-            tl.store(at[i], total, mask=lane < owners)
+                total += old[i]
+            if EVERY:
+                tl.store(at[i], total)
+            else:
+                tl.store(at[i], total, mask=lane < owners)
         at = for_next_turn(at, HEADS)
 
 
@@ -243,6 +257,8 @@ def backward(
 
     zero = tl.zeros([N], tl.float32)
     cols: tl.constexpr = KW if UNROLL else 1
+    # With as many heads as lanes or more, a block beyond the columns of its phase must not store.
+    every: tl.constexpr = HB > 0 and (SX == 1 or HB < N)
     db = filled(KH * L * cols, zero)
     dw = filled(KH * L * cols, zero)
     for step in range(tl.minimum(steps, tl.cdiv(H, ROWS) - tile_row)):
@@ -281,11 +297,13 @@ def backward(
                     q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
                     HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
                 )  # fmt: skip
-                again = tl.where(step > 0, owners, 0)
-                if BIASED:
-                    _store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, KH, KW, L, True)
-                if SCALED:
-                    _store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, KH, KW, L, True)
+                again = tl.where(step > 0, N if every else owners, 0)
+                if BIASED and SCALED:
+                    _store_sums(dbias, db + dw, tx, owner, owners, again, HEADS, HB, N, 2, 1, KH, KW, L, True, every)
+                elif BIASED:
+                    _store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
+                elif SCALED:
+                    _store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
             # One lane stores what several load in the next step.
             tl.debug_barrier()
         ds_at = ()
@@ -305,6 +323,6 @@ def backward(
             dv_at = for_next_turn(dv_at, H)
     if UNROLL:
         if BIASED:
-            _store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, KW, KH, KW, L, False)
+            _store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
         if SCALED:
-            _store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, KW, KH, KW, L, False)
+            _store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
