@@ -81,6 +81,13 @@ def test_maps_beyond_one_tile(dtype):
 
 
 @interpreted
+@pytest.mark.slow
+def test_what_the_values_are_centred_by_is_near_their_mean():
+    """On a large map without a mean, the mean of a few pixels would be larger than the output, and round it at its own size."""
+    compare(make(size=(70, 38), batch=1, channels=8, heads=4), "exp_manhattan")
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 @pytest.mark.parametrize("size", [(6, 5), (20, 33)])
 def test_a_large_mean_leaves_the_radius_its_gradient(dtype, size):

@@ -8,7 +8,7 @@ others·channels], a column n being pixel n // CB of the other axis and channel 
 backward along y, then x.
 
 The weights of a pixel sum to 1, so out(V) = a + out(V − a) for any a per image and channel. The kernels take a ≈ the mean
-(of 16 pixels): without it a large mean would drown the radius' gradient in rounding. From here on V is V − a. For the same
+(of 256 pixels): without it a large mean would drown the radius' gradient in rounding. From here on V is V − a. For the same
 reason dg is stored less ½·h₀·g, with h₀ = (dN/dσ) / N at the central pixel: what is left of h = (dN/dσ) / N, h − h₀, is small.
 With P = V g_x the gradient of the radius is
 
@@ -135,17 +135,25 @@ def _load_centred(at, centre, key_mask, k, o, valid, ms_k, ms_o, MASKED: tl.cons
 
 @triton.jit
 def _centre(values, key_mask, channel, valid, H, W, vs_y, vs_x, ms_y, ms_x, MASKED: tl.constexpr):
-    """The mean of 16 pixels spread over the image, of those that may be attended: [columns]."""
+    """The mean of 256 pixels spread over the image, of those that may be attended: [columns].
+
+    Of fewer it would itself be large beside the mean of an image without one, and what is added and taken away again with it
+    would be rounded at its size.
+    """
     i = tl.arange(0, 16)
-    y = i * H // 16
-    x = (i * 5 % 16) * W // 16
-    inside = (i >= 0)[:, None] & valid[None, :]
-    if MASKED:
-        attended = tl.load(key_mask + y * ms_y + x * ms_x) != 0
-        inside = attended[:, None] & valid[None, :]
-    v = tl.load(values + (y * vs_y + x * vs_x)[:, None] + channel[None, :], mask=inside, other=0.0)
-    count = tl.maximum(tl.sum(inside.to(tl.float32), axis=0), 1.0)
-    return tl.sum(v.to(tl.float32), axis=0) / count
+    total = tl.zeros([channel.shape[0]], tl.float32)
+    count = tl.zeros([channel.shape[0]], tl.float32)
+    for row in range(16):
+        y = row * H // 16
+        x = i * W // 16
+        inside = (i >= 0)[:, None] & valid[None, :]
+        if MASKED:
+            attended = tl.load(key_mask + y * ms_y + x * ms_x) != 0
+            inside = attended[:, None] & valid[None, :]
+        v = tl.load(values + (y * vs_y + x * vs_x)[:, None] + channel[None, :], mask=inside, other=0.0)
+        total += tl.sum(v.to(tl.float32), axis=0)
+        count += tl.sum(inside.to(tl.float32), axis=0)
+    return total / tl.maximum(count, 1.0)
 
 
 @triton.jit(do_not_specialize=["H", "W", "steps", "least"])
