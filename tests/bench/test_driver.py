@@ -1,5 +1,7 @@
 """Nothing wrong gets a time, one failure does not end a run, and the ratios are what they say."""
 
+import time
+
 import pytest
 import torch
 
@@ -202,6 +204,28 @@ def test_what_must_be_compiled_comes_last_and_only_within_the_budget():
     late = run(*builders, deadline=Clock(-1.0))
     assert [r.status for r in late] == ["left out", "ok", "left out", "ok"]
     assert "the budget of" in late[0].note
+
+
+def test_the_budget_counts_only_what_is_compiled():
+    budget = Clock(1e-9)
+    with budget.running():
+        pass
+    assert budget.over
+
+    def contest(compiled):
+        x = torch.ones(3, requires_grad=True)
+
+        def build():
+            time.sleep(0.05)
+            return [Runner(lambda: x * 2, [x])]
+
+        return Contest("s", "1x1", "float32", {}, [Contender("any", build, compiled=compiled)])
+
+    budget = Clock(10.0)
+    run(lambda: contest(False), deadline=budget)
+    assert budget.spent == 0.0
+    run(lambda: contest(True), deadline=budget)
+    assert budget.spent >= 0.05
 
 
 def test_the_faster_form_counts_and_is_named():

@@ -105,7 +105,8 @@ def run_networks(
             result.note = f"not compiled: the budget of {deadline.seconds:.0f} s was spent; choose with --filter"
             continue
         progress(f"{result.network}: compiling")
-        guard(result, partial(_compiled, result, device, dtype, effort))
+        with deadline.running():
+            guard(result, partial(_compiled, result, device, dtype, effort))
         torch.compiler.reset()
         memory.free(device)
     _add_ratios(results)

@@ -55,7 +55,7 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the same rows as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw a bar chart (.png, .svg or .pdf).")] = None,
-    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which nothing more is compiled.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds that what is compiled may take.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Show and draw the rows of such a CSV file; time nothing.")
     ] = None,
