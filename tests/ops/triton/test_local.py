@@ -196,3 +196,14 @@ def test_without_a_gpu_it_says_so():
     q = torch.randn(1, 3, 4, 2, 8)
     reasons = {r.name: r.reason for r in backends("local_attention", q, q, q, window=3)}
     assert reasons["triton"] == "needs CUDA tensors, got cpu"
+
+
+@interpreted
+@pytest.mark.parametrize("window", [(3, 3), (13, 3)])
+def test_probabilities_of_large_logits_add_up_in_the_backward(window):
+    """They are made again from the log-sum-exp: of some hundreds, one float32 would leave each sum off by 1e-5."""
+    inputs = make(FLOAT, (1, 3), 4, 2, 16, window)
+    inputs["v"].requires_grad_()
+    local_attention(**inputs, window=window, scale=20.0, backend="triton").sum().backward()
+    sums = inputs["v"].grad.sum((1, 2))
+    torch.testing.assert_close(sums, torch.full_like(sums, 3.0), rtol=5e-7, atol=0.0)

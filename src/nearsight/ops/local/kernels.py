@@ -190,6 +190,25 @@ def _axis_bias(
         return tl.where(fits, 0.0, -LARGE)
 
 
+@triton.jit
+def _load_lse(lse_ptr, at, mask, LARGE: tl.constexpr, LSE_PARTS: tl.constexpr):
+    """The log-sum-exp of queries: in half types one number and a stand-in; in float32 the largest logit, and the rest of it.
+
+    As one float32 it would be rounded like a number of the largest logit's size, and with it every probability.
+    """
+    lse = tl.load(lse_ptr + LSE_PARTS * at, mask=mask, other=LARGE)
+    rest = tl.load(lse_ptr + LSE_PARTS * at + 1, mask=mask, other=0.0) if LSE_PARTS == 2 else lse
+    return lse, rest
+
+
+@triton.jit
+def _probabilities(logits, lse, rest, LSE_PARTS: tl.constexpr):
+    logits -= lse
+    if LSE_PARTS == 2:
+        logits -= rest
+    return exp2(logits)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def forward(
     q_ptr,
@@ -241,6 +260,7 @@ def forward(
     ZEROS: tl.constexpr,
     BOXES: tl.constexpr,
     LARGE: tl.constexpr,
+    LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out and the log-sum-exp of every query in a strip."""
@@ -332,11 +352,13 @@ def forward(
         pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
         out_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(out_ptr + out_at, acc.to(dtype), mask=own & inside[:, None])
-        tl.store(
-            lse_ptr + pixel * heads + h0 + g,
-            tl.where(some, base + tl.log2(total), LARGE),
-            mask=inside & (h0 + g < heads),
-        )
+        stat_in = inside & (h0 + g < heads)
+        stats = lse_ptr + LSE_PARTS * (pixel * heads + h0 + g)
+        if LSE_PARTS == 1:
+            tl.store(stats, tl.where(some, base + tl.log2(total), LARGE), mask=stat_in)
+        else:
+            tl.store(stats, tl.where(some, base, LARGE), mask=stat_in)
+            tl.store(stats + 1, tl.where(some, tl.log2(total), 0.0), mask=stat_in)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -396,6 +418,7 @@ def backward(
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
     LARGE: tl.constexpr,
+    LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Every gradient of a strip in one walk: dq, and the strip's shares of dk, dv and the relative tables.
@@ -458,7 +481,7 @@ def backward(
         grad = tl.load(grad_ptr + flat_at, mask=mine, other=0.0)
         out = tl.load(out_ptr + flat_at, mask=mine, other=0.0)
         delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-        lse = tl.load(lse_ptr + pixel * heads + h0 + g, mask=inside & (h0 + g < heads), other=LARGE)
+        lse, rest = _load_lse(lse_ptr, pixel * heads + h0 + g, inside & (h0 + g < heads), LARGE, LSE_PARTS)
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
             taps = dot(q, rel, PRECISION)
@@ -480,7 +503,7 @@ def backward(
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            p = exp2(s * scale_log2 - lse[:, None])
+            p = _probabilities(s * scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)

@@ -7,10 +7,12 @@ keep one tile and compute the logits twice instead. Layout and letters are those
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
+from nearsight.ops.arithmetic.kernels import dot, dot_add
 from nearsight.ops.local.kernels import (
     RUNTIME,
     _codes,
+    _load_lse,
+    _probabilities,
     _relative,
     _strip,
     _table,
@@ -76,6 +78,7 @@ def backward_queries(
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
     LARGE: tl.constexpr,
+    LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, the strip's share of the relative tables' gradient, and delta = Σ_d grad·out for the other kernel."""
@@ -127,7 +130,7 @@ def backward_queries(
         stat_at = pixel * heads + h0 + g
         stat_in = inside & (h0 + g < heads)
         tl.store(delta_ptr + stat_at, delta, mask=stat_in)
-        lse = tl.load(lse_ptr + stat_at, mask=stat_in, other=LARGE)
+        lse, rest = _load_lse(lse_ptr, stat_at, stat_in, LARGE, LSE_PARTS)
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
             taps = dot(q, rel, PRECISION)
@@ -148,7 +151,7 @@ def backward_queries(
                 at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            p = exp2(s * scale_log2 - lse[:, None])
+            p = _probabilities(s * scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
@@ -228,6 +231,7 @@ def backward_keys(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     LARGE: tl.constexpr,
+    LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dk and dv of every key in a strip, gathered from the queries whose windows see it (the transposed window).
@@ -303,7 +307,7 @@ def backward_keys(
             grad = tl.load(grad_ptr + (at * heads * D)[:, None] + (hc * D + c % DP)[None, :], mask=load, other=0.0)
             stat_at = (at * heads)[None, :] + (h0 + hg)[:, None]
             stat_in = there[None, :] & (h0 + hg < heads)[:, None]
-            lse = tl.load(lse_ptr + stat_at, mask=stat_in, other=LARGE)
+            lse, rest = _load_lse(lse_ptr, stat_at, stat_in, LARGE, LSE_PARTS)
             delta = tl.load(delta_ptr + stat_at, mask=stat_in, other=0.0)
             # Key column kx is tap kx − (halo column) + KW − 1 of the query there; rows alike.
             tap = tl.where(slot_r < TX, slot_r - (n % NC)[None, :] + KW - 1, slot_r - TX - halo_row[None, :] + KH - 1)
@@ -318,8 +322,9 @@ def backward_keys(
             if HAS_K:
                 s = dot_add(k, tl.trans(q), s, PRECISION)
             lse_rows = tl.reshape(tl.broadcast_to(lse[:, None, :], (G, MQ, NK)), (M, NK))
+            rest_rows = tl.reshape(tl.broadcast_to(rest[:, None, :], (G, MQ, NK)), (M, NK))
             delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
-            p = exp2(s * scale_log2 - lse_rows)
+            p = _probabilities(s * scale_log2, lse_rows, rest_rows, LSE_PARTS)
             dv = dot_add(p.to(dtype), grad, dv, PRECISION)
             if HAS_K:
                 dp = dot(v, tl.trans(grad), PRECISION)

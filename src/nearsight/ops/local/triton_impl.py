@@ -217,6 +217,7 @@ def _launch(
         "HAS_COL": rel_col is not None,
         "HAS_MASK": key_mask is not None,
         "LARGE": LARGE[q.dtype],
+        "LSE_PARTS": _lse_parts(q),
         "PRECISION": _precision(q.dtype),
         "num_warps": shape.warps,
         "num_stages": shape.stages,
@@ -267,11 +268,16 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
+def _lse_parts(q: Tensor) -> int:
+    """In float32 the largest logit and the logarithm of the sum relative to it are kept apart: see the kernels' `_load_lse`."""
+    return 2 if q.dtype == torch.float32 else 1
+
+
 def _lse_shape(q: Tensor) -> tuple[int, int, int]:
-    """[B, H·W, heads]. No registered operator here takes, gives or keeps a tensor of rank 4: between convolutions torch.compile
-    stores those in the order of [N, C, H, W] channels-last, and would copy [B, H, W, …] there and back."""
+    """[B, H·W, heads·parts]. No registered operator here takes, gives or keeps a tensor of rank 4: between convolutions
+    torch.compile stores those in the order of [N, C, H, W] channels-last, and would copy [B, H, W, …] there and back."""
     batch, height, width, heads, _ = q.shape
-    return batch, height * width, heads
+    return batch, height * width, heads * _lse_parts(q)
 
 
 def _attend(
@@ -286,7 +292,7 @@ def _attend(
     zeros: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of every query (base 2, of the scaled logits), [B, H·W, heads]."""
+    """The output, and the log-sum-exp of every query (base 2, of the scaled logits), [B, H·W, heads·parts]."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
@@ -428,7 +434,7 @@ def _two_passes(
     from nearsight.ops.local import tall_kernels
 
     dq, dk, dv = into
-    delta = torch.empty_like(t.lse)
+    delta = torch.empty(dq.shape[:-1], dtype=torch.float32, device=dq.device)
     tall_kernels.backward_queries[queries.grid](
         *(t.q, t.k, t.v, t.out, t.grad, t.lse, delta, dq, partial, t.row, t.col, t.mask),
         **queries.runtime,
