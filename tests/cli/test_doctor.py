@@ -14,7 +14,9 @@ def test_report_for_a_program(capsys):
     assert {"core", "train", "viz", "detect", "export", "explore", "data", "dev"} == set(report["needs"])
     for op, devices in report["ops"].items():
         assert devices["cpu"]["backends"]["reference"] == "usable", op
-        assert devices["cpu"]["chosen"] == "torch"
+        loops = devices["cpu"]["backends"].get("native") == "usable"
+        assert devices["cpu"]["chosen"] == ("native" if loops else "torch")
+    assert "native" in report["ops"]["qna"]["cpu"]["backends"]
 
 
 def test_every_op_has_a_typical_call():

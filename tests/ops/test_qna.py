@@ -541,6 +541,6 @@ def test_a_named_backend_runs_or_says_why():
     assert reports["reference"].usable
     if "triton" in reports and not reports["triton"].usable:
         with pytest.raises(
-            BackendError, match=r"qna: backend 'triton' cannot run this call: .* Usable here: torch, ref"
+            BackendError, match=r"qna: backend 'triton' cannot run this call: .* Usable here: (native, )?torch, ref"
         ):
             on("triton", window=3)(**GOOD)

@@ -54,12 +54,15 @@ def _always(call: Any) -> str | None:
     return None
 
 
-def register(op: str, prepare: Callable[..., Any], *, triton: Any, torch: Any, reference: Any) -> OpEntry:
-    """Enter an op with the modules of its three backends, fastest first; only Triton's refuses calls."""
+def register(
+    op: str, prepare: Callable[..., Any], *, triton: Any, native: Any = None, torch: Any, reference: Any
+) -> OpEntry:
+    """Enter an op with the modules of its backends, fastest first; Triton's and the native one, if any, refuse calls."""
     _OPS[op] = OpEntry(
         prepare,
         (
             Backend("triton", triton.run, triton.refusal),
+            *(() if native is None else (Backend("native", native.run, native.refusal),)),
             Backend("torch", torch.run, _always),
             Backend("reference", reference.run, _always),
         ),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nearsight.ops import dispatch
-from nearsight.ops.qna import reference, torch_impl, triton_impl
+from nearsight.ops.qna import native_impl, reference, torch_impl, triton_impl
 from nearsight.ops.qna.call import OP, prepare
 
 __all__ = ["qna", "qna_weights"]
 
-ENTRY = dispatch.register(OP, prepare, triton=triton_impl, torch=torch_impl, reference=reference)
+ENTRY = dispatch.register(OP, prepare, triton=triton_impl, native=native_impl, torch=torch_impl, reference=reference)
 
 
 def qna(
@@ -42,7 +42,7 @@ def qna(
         tap_scale: [kh, kw, L, heads], factor on the softmax weights, or None for 1.
         key_mask: bool [B, H, W], True where a pixel may be attended. A window with nothing to attend to outputs 0.
         combine: "sum" adds the queries' results, "stack" keeps them apart.
-        backend: "triton", "torch", "reference", or None for the fastest that can run the call.
+        backend: "triton", "native", "torch", "reference", or None for the fastest that can run the call.
 
     Returns:
         [B, ⌈H/stride⌉, ⌈W/stride⌉, heads, D], with combine="stack" [B, ⌈H/stride⌉, ⌈W/stride⌉, L, heads, D], in the dtype of

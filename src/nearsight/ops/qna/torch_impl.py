@@ -13,7 +13,7 @@ from nearsight.ops.qna.call import QnACall
 from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
 from nearsight.ops.qna.sums import Sums
 
-__all__ = ["run"]
+__all__ = ["empty_output", "like_inputs", "run", "save_inputs"]
 
 
 def run(call: QnACall) -> Tensor:
@@ -42,7 +42,7 @@ def qna_planes(
     stride: list[int],
     stack: bool,
 ) -> Tensor:
-    out = _output(scores, values, stride, stack)
+    out = empty_output(scores, values, stride, stack)
     if out.numel() > 0:
         with full_precision(values):
             arguments = (scores, values, position_bias, tap_scale, key_mask, *_pairs(window, stride), stack)
@@ -69,7 +69,7 @@ def qna_planes_backward(
     """Gradients of scores, values, position_bias and tap_scale; empty for what was not given."""
     inputs = (scores, values, position_bias, tap_scale)
     if grad.numel() == 0:
-        return tuple(t.zero_() for t in _like_inputs(*inputs))  # type: ignore[return-value]
+        return tuple(t.zero_() for t in like_inputs(*inputs))  # type: ignore[return-value]
     with full_precision(values):
         arguments = (*inputs, key_mask, *_pairs(window, stride), stack)
         sums = Sums.of(*arguments)
@@ -95,23 +95,23 @@ def _(
     stride: list[int],
     stack: bool,
 ) -> Tensor:
-    return _output(scores, values, stride, stack)
+    return empty_output(scores, values, stride, stack)
 
 
 @qna_planes_backward.register_fake
 def _(
     grad: Tensor, scores: Tensor, values: Tensor, position_bias: Tensor | None, tap_scale: Tensor | None, *rest: Any
 ) -> Any:
-    return _like_inputs(scores, values, position_bias, tap_scale)
+    return like_inputs(scores, values, position_bias, tap_scale)
 
 
-def _output(scores: Tensor, values: Tensor, stride: list[int], stack: bool) -> Tensor:
+def empty_output(scores: Tensor, values: Tensor, stride: list[int], stack: bool) -> Tensor:
     batch, height, width, heads, dim = values.shape
     size = (batch, -(-height // stride[0]), -(-width // stride[1]))
     return values.new_empty(*size, *((scores.shape[3],) if stack else ()), heads, dim)
 
 
-def _like_inputs(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+def like_inputs(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     first = inputs[0]
     assert first is not None
     return tuple(
@@ -127,7 +127,7 @@ def _math(scores: Tensor, values: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (scores.dtype, values.dtype) else torch.float32
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.options = inputs[5:]
 
@@ -138,4 +138,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *(None if t is None else g for t, g in zip(tensors[:4], grads, strict=True)), *(None,) * 4
 
 
-qna_planes.register_autograd(_backward, setup_context=_setup_context)
+qna_planes.register_autograd(_backward, setup_context=save_inputs)

@@ -6,13 +6,13 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearsight.errors import UserError
+from nearsight.folders import cache_folder
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, refuse_bad
 from nearsight.train.data.sources import Split, Subset
@@ -78,7 +78,7 @@ def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
     file = None
     if key is not None and data.cache:
         how = f"{key}\n{data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
-        file = _cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
+        file = cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
         if file.is_file():
             kept = load_file(file)
             return kept["pixels"], kept["labels"], []
@@ -119,10 +119,3 @@ def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
         raise UserError(f"data.source: none of the {len(split)} files is an image, the first is {bad[0]}.")
     pixels = torch.stack([torch.as_tensor(image) for image, _ in good]).permute(0, 2, 3, 1).contiguous()
     return pixels, torch.tensor([label for _, label in good]), bad
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("NEARSIGHT_CACHE")
-    if root:
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "nearsight"
