@@ -48,6 +48,9 @@ def _median(samples: Sequence[float]) -> tuple[float, float]:
 
 def time_on_cpu(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
     """Time the steps in turn, round after round, so that whatever else the machine does meets all of them alike."""
+    # glibc hands freed memory back to the system until a large block was freed once; before that every step, whoever's it is,
+    # would pay for its pages again, in some runs and not in others.
+    torch.empty(31 << 18)
     once = {}
     for name, step in steps.items():
         step()

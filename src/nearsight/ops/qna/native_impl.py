@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,12 +38,22 @@ def refusal(call: QnACall) -> str | None:
     kept = max(call.window[0] * call.window[1], dim) * queries * heads
     if kept > STACK_FLOATS:
         return f"needs windows of at most {STACK_FLOATS} scores (or outputs), got {kept}"
+    # Otherwise the loops run number by number, and torch is faster.
+    if heads % 4 != 0 and dim % 8 != 0 and _work(call.values, queries, call.window, call.stride) >= OWN_LIBRARY:
+        return f"needs heads by fours or channels by eights for a call as large as this, got {heads} heads of {dim}"
     return native_support.common_refusal(SOURCE)
 
 
 def run(call: QnACall) -> Tensor:
     options = (list(call.window), list(call.stride), call.combine == "stack")
     return qna_native(call.scores, call.values, call.position_bias, call.tap_scale, call.key_mask, *options)
+
+
+def _work(values: Tensor, queries: int, window: Sequence[int], stride: Sequence[int]) -> int:
+    """Multiply-adds of the forward."""
+    batch, height, width, heads, dim = values.shape
+    windows = batch * -(-height // stride[0]) * -(-width // stride[1])
+    return windows * window[0] * window[1] * heads * (dim + 3 * queries)
 
 
 class _Sizes(ctypes.Structure):
@@ -109,8 +120,7 @@ class _Problem(NamedTuple):
 
     def library(self) -> ctypes.CDLL:
         z = self.sizes
-        work = z.batch * z.out_height * z.out_width * z.kh * z.kw * z.heads * (z.dim + 3 * z.queries)
-        if work < OWN_LIBRARY:
+        if _work(self.values, z.queries, (z.kh, z.kw), (z.stride_y, z.stride_x)) < OWN_LIBRARY:
             return native_support.library(SOURCE)
         constants = {"DIM": z.dim, "QUERIES": z.queries, "HEADS": z.heads, "KH": z.kh, "KW": z.kw, "STACK": z.stack}
         try:
