@@ -58,8 +58,13 @@ def _image_reach(tensor: Tensor) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of a kernel's products: float32 means float32, never TF32 behind the user's back."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """`input_precision` of a kernel's products: float32 means float32, never TF32 behind the user's back.
+
+    Three TF32 products give its accuracy (the error rule holds) on NVIDIA's tensor cores; exact ones compile for minutes.
+    """
+    if dtype != torch.float32:
+        return "tf32"
+    return "tf32x3" if torch.version.hip is None else "ieee"
 
 
 def next_power_of_two(n: int) -> int:

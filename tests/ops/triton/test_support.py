@@ -44,4 +44,4 @@ def test_refuses_images_out_of_reach_of_32_bit_offsets():
 
 
 def test_float32_products_are_float32():
-    assert dot_precision(torch.float32) == "ieee"
+    assert dot_precision(torch.float32) == ("tf32x3" if torch.version.hip is None else "ieee")

@@ -140,16 +140,11 @@ def make_launch(x: Tensor, score: Tensor, value: Tensor, key_mask: Tensor | None
         "G": at_once,
         "EDGE": height % SIDE != 0 or width % SIDE != 0,
         "HAS_MASK": key_mask is not None,
-        "PRECISION": _precision(x.dtype),
+        "PRECISION": dot_precision(x.dtype),
         "num_warps": 1,
         "num_stages": 1,
     }
     return Launch((min(lines, max(1, wanted // groups)), groups), runtime, constants)
-
-
-def _precision(dtype: torch.dtype) -> str:
-    # Three TF32 products give float32's accuracy (the error rule holds) on the tensor cores.
-    return "tf32x3" if dtype == torch.float32 and torch.version.hip is None else dot_precision(dtype)
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:

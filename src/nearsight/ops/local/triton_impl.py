@@ -133,11 +133,6 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str) -> 
     return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), choice.warps, choice.stages, choice.registers, choice.boxes)
 
 
-def _precision(dtype: torch.dtype) -> str:
-    # Three TF32 products give float32's accuracy (the error rule holds) on the tensor cores; exact ones compile to minutes.
-    return "tf32x3" if dtype == torch.float32 and torch.version.hip is None else dot_precision(dtype)
-
-
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -218,7 +213,7 @@ def _launch(
         "HAS_MASK": key_mask is not None,
         "LARGE": LARGE[q.dtype],
         "LSE_PARTS": _lse_parts(q),
-        "PRECISION": _precision(q.dtype),
+        "PRECISION": dot_precision(q.dtype),
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
