@@ -30,6 +30,7 @@ SWITCH = "NEARSIGHT_NATIVE"
 OPTIONS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Not every compiler has both; the first that works is taken.
 TARGETS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
+VARIABLES = ("CC", "PATH", "NEARSIGHT_CACHE", "XDG_CACHE_HOME", "HOME")  # which compiler, which folder
 SECONDS = 120  # for one compilation
 DIGEST = 32
 
@@ -47,21 +48,19 @@ def common_refusal(source: Path) -> str | None:
     """Why `source` cannot run on this machine ("needs …, got …"), or None. The first question builds it without constants."""
     if os.environ.get(SWITCH, "1").lower() in ("0", "false", "off", "no"):
         return f"needs {SWITCH} to be 1 or not set, got {os.environ[SWITCH]}"
-    if _compiler() is None:
-        return "needs a C compiler (cc), got none; install one"
     try:
         library(source)
     except BuildError as error:
+        if _compiler() is None:
+            return "needs a C compiler (cc), got none; install one"
         return f"needs a C compiler that works, got {error}"
     return None
 
 
 def library(source: Path, **constants: int) -> ctypes.CDLL:
     """The library of `source` compiled with these constants: in memory, else from the cache folder, else built."""
-    command = _compiler()
-    if command is None:
-        raise BuildError("none")
-    key = (source, tuple(sorted(constants.items())), command, cache_folder())
+    # Asked at every call, so nothing here touches a disk: what the answer may depend on is a part of the key.
+    key = (source, *constants.items(), *map(os.environ.get, VARIABLES))
     found = _loaded.get(key)
     if found is not None:
         return found
@@ -70,9 +69,7 @@ def library(source: Path, **constants: int) -> ctypes.CDLL:
             raise BuildError(_broken[key])
         if key not in _loaded:
             try:
-                _loaded[key] = _find_or_build(
-                    source, command, tuple(f"-D{n}={v}" for n, v in sorted(constants.items()))
-                )
+                _loaded[key] = _find_or_build(source, tuple(f"-D{name}={value}" for name, value in constants.items()))
             except BuildError as error:
                 _broken[key] = str(error)
                 raise
@@ -85,7 +82,10 @@ def _compiler() -> tuple[str, ...] | None:
     return tuple(words) if shutil.which(words[0]) else None
 
 
-def _find_or_build(source: Path, command: tuple[str, ...], constants: tuple[str, ...]) -> ctypes.CDLL:
+def _find_or_build(source: Path, constants: tuple[str, ...]) -> ctypes.CDLL:
+    command = _compiler()
+    if command is None:
+        raise BuildError("none")
     fault = "no reason"
     folder = cache_folder() / "native"
     for target in TARGETS:
