@@ -84,9 +84,10 @@ static inline U larger(U a, U b) { return choose(a > b, a, b); }
 
 static inline int any(I mask) {
 #if MANY > 1
-  int found = 0;
-  for (int i = 0; i < MANY; i++) found |= mask[i];
-  return found;
+  const union { I all; int64_t part[MANY / 2]; } bits = {mask};
+  int64_t found = 0;
+  for (int i = 0; i < MANY / 2; i++) found |= bits.part[i];
+  return found != 0;
 #else
   return mask;
 #endif
@@ -166,28 +167,34 @@ static inline void weigh(const Sizes *z, const Band *b, int n, const int64_t *re
   SIZES
   const float *e = b->e - b->first * z->width * J;
   const float share = strict ? 0.9998f : 2.0f;
-  for (int j = 0; j < J; j += MANY) {
-    U total = {0.0f}, squares = {0.0f};
-    for (int i = 0; i < n; i++) {
-      const U q = GET(e + pixel[i] * J + j) * GET(b->ebias + tap[i] * J + j);
-      PUT(p + i * J + j) = q;
-      total += q;
-      if (strict) squares += q * q;
+  U total[J / MANY], squares[J / MANY];
+  for (int j = 0; j < J / MANY; j++) total[j] = squares[j] = (U){0.0f};
+  for (int i = 0; i < n; i++) {
+    const float *from = e + pixel[i] * J, *factor = b->ebias + tap[i] * J;
+    for (int j = 0; j < J / MANY; j++) {
+      const U q = GET(from + j * MANY) * GET(factor + j * MANY);
+      PUT(p + i * J + j * MANY) = q;
+      total[j] += q;
+      if (strict) squares[j] += q * q;
     }
-    if (any((total < 1e-6f) | (squares > share * (total * total)))) {
-      U most = {0.0f};
-      most -= INFINITY;
-      for (int i = 0; i < n; i++) most = larger(GET(b->scores + pixel[i] * J + j) + GET(b->bias + tap[i] * J + j), most);
-      total -= total;
+  }
+  I again = total[0] < 1e-6f;
+  for (int j = 0; j < J / MANY; j++) again |= (total[j] < 1e-6f) | (squares[j] > share * (total[j] * total[j]));
+  if (any(again))
+    for (int j = 0; j < J / MANY; j++) {
+      U most = (U){0.0f} - INFINITY;
+      for (int i = 0; i < n; i++)
+        most = larger(GET(b->scores + pixel[i] * J + j * MANY) + GET(b->bias + tap[i] * J + j * MANY), most);
+      total[j] = (U){0.0f};
       for (int i = 0; i < n; i++) {
-        const U q = exponential(GET(b->scores + pixel[i] * J + j) + GET(b->bias + tap[i] * J + j) - most);
-        PUT(p + i * J + j) = q;
-        total += q;
+        const U q = exponential(GET(b->scores + pixel[i] * J + j * MANY) + GET(b->bias + tap[i] * J + j * MANY) - most);
+        PUT(p + i * J + j * MANY) = q;
+        total[j] += q;
       }
     }
-    const U inverse = 1.0f / total;
-    for (int i = 0; i < n; i++) PUT(p + i * J + j) *= inverse;
-  }
+  for (int j = 0; j < J / MANY; j++) total[j] = 1.0f / total[j];
+  for (int i = 0; i < n; i++)
+    for (int j = 0; j < J / MANY; j++) PUT(p + i * J + j * MANY) *= total[j];
 }
 
 // a [n, A] = Σ_d grad·values of each tap.
@@ -229,7 +236,7 @@ static inline void products(const Sizes *z, const float *restrict grad, const fl
 }
 
 // A band of windows [y, end) of one image.
-static void forward_band(const Sizes *z, const Band *b, const float *values, const float *scale, float *out, int64_t y,
+__attribute__((noinline)) static void forward_band(const Sizes *z, const Band *b, const float *values, const float *scale, float *out, int64_t y,
                          int64_t end) {
   SIZES
   float p[T * J];
@@ -257,7 +264,7 @@ static void forward_band(const Sizes *z, const Band *b, const float *values, con
 }
 
 // The same band's shares of the gradients, added to dscores, dvalues (one image's) and the tables' sums.
-static void backward_band(const Sizes *z, const Band *b, const float *values, const float *scale, const float *grad,
+__attribute__((noinline)) static void backward_band(const Sizes *z, const Band *b, const float *values, const float *scale, const float *grad,
                           float *dscores, float *dvalues, double *dbias, double *dscale, int64_t y, int64_t end) {
   SIZES
   float p[T * J], a[T * A], ka[T * J], row_bias[T * J], row_scale[T * J];
