@@ -230,6 +230,29 @@ def test_callers_at_once_do_not_disturb_each_other():
     assert all(len(outs) == 5 and all(torch.equal(o, w) for o in outs) for outs, w in zip(got, want, strict=True))
 
 
+class Aggregated(torch.utils.data.Dataset):
+    """What a data worker may do: run the loops in a process forked from one that ran them with two threads."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return on("native", window=3)(**inputs(1, 9, 7, (3, 3), seed=index))
+
+
+def test_runs_in_data_workers():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        want = [Aggregated()[i] for i in range(2)]
+        loader = torch.utils.data.DataLoader(
+            Aggregated(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60
+        )
+        assert all(torch.equal(a, b) for a, b in zip(loader, want, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_empty_batch_and_strided_inputs():
     given = {n: t.requires_grad_() for n, t in inputs(0, 5, 6, (3, 3)).items()}
     out = on("native", window=3, stride=2)(**given)
