@@ -19,8 +19,6 @@ import threading
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from nearsight.folders import cache_folder
 
 __all__ = ["SWITCH", "BuildError", "common_refusal", "library"]
@@ -43,7 +41,6 @@ class BuildError(Exception):
     """The compiler is there but gave no library; the text says what came instead."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def common_refusal(source: Path) -> str | None:
     """Why `source` cannot run on this machine ("needs …, got …"), or None. The first question builds it without constants."""
     if os.environ.get(SWITCH, "1").lower() in ("0", "false", "off", "no"):

@@ -41,6 +41,11 @@ def refusal(call: QnACall) -> str | None:
     # Otherwise the loops run number by number, and torch is faster.
     if heads % 4 != 0 and dim % 8 != 0 and _work(call.values, queries, call.window, call.stride) >= OWN_LIBRARY:
         return f"needs heads by fours or channels by eights for a call as large as this, got {heads} heads of {dim}"
+    return _machine_refusal()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _machine_refusal() -> str | None:
     return native_support.common_refusal(SOURCE)
 
 
