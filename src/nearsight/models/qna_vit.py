@@ -473,4 +473,7 @@ def qna_vit_nano(pretrained: bool = False, **kwargs: Any) -> QnAViT:
             "sa_heads": (1, 2, 4),
             "sa_window": 8,
         }
+    else:
+        # timm takes the cfg that has weights for the plain name's too.
+        kwargs["pretrained_cfg_overlay"] = {"pool_size": (4, 4), **(kwargs.get("pretrained_cfg_overlay") or {})}
     return _create_qna_vit("qna_vit_nano", pretrained, **{**options, **kwargs})
