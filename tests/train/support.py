@@ -42,7 +42,7 @@ def small(**sections: Any) -> RunConfig:
 
 
 def _child(keys: dict[str, Any], run: str, options: dict[str, Any], env: dict[str, str]) -> None:
-    os.environ.update(env)
+    os.environ.update(env | options.get("env", {}))
     if options.get("group"):
         os.setpgid(0, 0)
     import torch
@@ -87,7 +87,7 @@ def _context() -> Any:
 
 def start(config: RunConfig, run: Path, **options: Any) -> Any:
     """A run in a child process. Options: resume, die_at=step, die_writing=file number, stop_at=step, signal, group (its
-    process group gets the signal, workers too)."""
+    process group gets the signal, workers too), env (the child's; it does not see what changes in the parent's)."""
     process = _context().Process(target=_child, args=(config.model_dump(mode="json"), str(run), options, {}))
     process.start()
     return process

@@ -40,13 +40,11 @@ def config(batch: int, **train_keys: Any) -> Any:
     return small(**merge(SAME, {"data": {"batch_size": batch}, "train": train_keys}))
 
 
-def test_two_processes_learn_what_one_with_twice_the_batch_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_learn_what_one_with_twice_the_batch_does(tmp_path: Path) -> None:
     # QnA's C loop takes other code for smaller calls, and AdamW makes 5e-5 of a rounding where a gradient is nearly 0.
-    monkeypatch.setenv(native_support.SWITCH, "0")
-    assert train(config(64), tmp_path / "one") == 0
-    assert processes(config(32), tmp_path / "two", 2) == [0, 0]
+    plain = {native_support.SWITCH: "0"}
+    assert train(config(64), tmp_path / "one", env=plain) == 0
+    assert processes(config(32), tmp_path / "two", 2, env=plain) == [0, 0]
     one, two = tmp_path / "one", tmp_path / "two"
     for name, tensor in final(one).items():
         torch.testing.assert_close(final(two)[name], tensor, rtol=1e-4, atol=2e-5)
