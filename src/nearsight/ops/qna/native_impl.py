@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -200,31 +200,4 @@ def qna_native_backward(
     return found[0], found[1], *kept  # type: ignore[return-value]
 
 
-@qna_native.register_fake
-def _(
-    scores: Tensor,
-    values: Tensor,
-    position_bias: Tensor | None,
-    tap_scale: Tensor | None,
-    key_mask: Tensor | None,
-    window: list[int],
-    stride: list[int],
-    stack: bool,
-) -> Tensor:
-    return torch_impl.empty_output(scores, values, stride, stack)
-
-
-@qna_native_backward.register_fake
-def _(
-    grad: Tensor, scores: Tensor, values: Tensor, position_bias: Tensor | None, tap_scale: Tensor | None, *rest: Any
-) -> Any:
-    return torch_impl.like_inputs(scores, values, position_bias, tap_scale)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    grads = qna_native_backward(grad, *tensors, *ctx.options)
-    return *(None if t is None else g for t, g in zip(tensors[:4], grads, strict=True)), *(None,) * 4
-
-
-qna_native.register_autograd(_backward, setup_context=torch_impl.save_inputs)
+torch_impl.complete(qna_native, qna_native_backward)

@@ -13,7 +13,7 @@ from nearsight.ops.qna.call import QnACall
 from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
 from nearsight.ops.qna.sums import Sums
 
-__all__ = ["empty_output", "like_inputs", "run", "save_inputs"]
+__all__ = ["complete", "empty_output", "like_inputs", "run"]
 
 
 def run(call: QnACall) -> Tensor:
@@ -84,27 +84,6 @@ def qna_planes_backward(
     return found.scores, found.values, *tables  # type: ignore[return-value]
 
 
-@qna_planes.register_fake
-def _(
-    scores: Tensor,
-    values: Tensor,
-    position_bias: Tensor | None,
-    tap_scale: Tensor | None,
-    key_mask: Tensor | None,
-    window: list[int],
-    stride: list[int],
-    stack: bool,
-) -> Tensor:
-    return empty_output(scores, values, stride, stack)
-
-
-@qna_planes_backward.register_fake
-def _(
-    grad: Tensor, scores: Tensor, values: Tensor, position_bias: Tensor | None, tap_scale: Tensor | None, *rest: Any
-) -> Any:
-    return like_inputs(scores, values, position_bias, tap_scale)
-
-
 def empty_output(scores: Tensor, values: Tensor, stride: list[int], stack: bool) -> Tensor:
     batch, height, width, heads, dim = values.shape
     size = (batch, -(-height // stride[0]), -(-width // stride[1]))
@@ -127,15 +106,36 @@ def _math(scores: Tensor, values: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (scores.dtype, values.dtype) else torch.float32
 
 
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
+def complete(forward: Any, backward: Any) -> None:
+    """Give a pair of operators with the signatures above their fake kernels and their autograd formula."""
+
+    def fake(
+        scores: Tensor,
+        values: Tensor,
+        position_bias: Tensor | None,
+        tap_scale: Tensor | None,
+        key_mask: Tensor | None,
+        window: list[int],
+        stride: list[int],
+        stack: bool,
+    ) -> Tensor:
+        return empty_output(scores, values, stride, stack)
+
+    def fake_backward(grad: Tensor, *inputs: Any) -> Any:
+        return like_inputs(*inputs[:4])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.options = inputs[5:]
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        grads = backward(grad, *tensors, *ctx.options)
+        return *(None if t is None else g for t, g in zip(tensors[:4], grads, strict=True)), *(None,) * 4
+
+    forward.register_fake(fake)
+    backward.register_fake(fake_backward)
+    forward.register_autograd(differentiate, setup_context=save)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    grads = qna_planes_backward(grad, *tensors, *ctx.options)
-    return *(None if t is None else g for t, g in zip(tensors[:4], grads, strict=True)), *(None,) * 4
-
-
-qna_planes.register_autograd(_backward, setup_context=save_inputs)
+complete(qna_planes, qna_planes_backward)
