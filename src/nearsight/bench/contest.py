@@ -8,11 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Contender", "Contest", "RefusedError", "Runner", "random_source"]
+__all__ = ["Contender", "Contest", "RefusedError", "Runner", "asked_for", "random_source"]
 
 
 class RefusedError(Exception):
     """A contender cannot run this shape; the text says why."""
+
+
+def asked_for(name: str, filters: Sequence[str]) -> bool:
+    """Whether some filter's words all occur in the name; every name is asked for where there is no filter.
+
+    >>> asked_for("local_attention 28x28 unfold", ["QnA", "local 28x28"])
+    True
+    """
+    return not filters or any(all(word in name.lower() for word in f.lower().split()) for f in filters)
 
 
 def random_source(device: torch.device) -> Callable[..., Tensor]:

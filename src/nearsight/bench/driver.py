@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nearsight.bench import memory
-from nearsight.bench.contest import Contender, Contest, RefusedError, Runner, random_source
+from nearsight.bench.contest import Contender, Contest, RefusedError, Runner, asked_for, random_source
 from nearsight.bench.timing import Effort, Timing, time_on_cpu, time_on_cuda
 
 __all__ = ["FULL", "QUICK", "Clock", "Result", "add_ratios", "clock", "guard", "run_contests", "wanted"]
@@ -100,8 +100,7 @@ def wanted(contest: Contest, filters: Sequence[str]) -> list[Contender]:
     """
 
     def asked(contender: Contender) -> bool:
-        text = f"{contest.name} {contender.name}".lower()
-        return not filters or any(all(word in text for word in f.lower().split()) for f in filters)
+        return asked_for(f"{contest.name} {contender.name}", filters)
 
     peers = any(asked(c) for c in contest.contenders if not c.ours)
     return [c for c in contest.contenders if asked(c) or (c.ours and peers)]

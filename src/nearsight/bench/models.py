@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.bench import memory
+from nearsight.bench.contest import asked_for
 from nearsight.bench.driver import Clock, guard
 from nearsight.bench.timing import Effort, launched_ms, time_on_cpu
 
@@ -69,11 +70,7 @@ def wanted_networks(filters: Sequence[str]) -> list[str]:
     >>> wanted_networks(["qna"])
     ['swin_tiny_patch4_window7_224', 'qna_vit_tiny']
     """
-    asked = {
-        name
-        for name in NETWORKS
-        if not filters or any(all(word in name for word in f.lower().split()) for f in filters)
-    }
+    asked = {name for name in NETWORKS if asked_for(name, filters)}
     peers = {NETWORKS[name] for name in asked}
     return [name for name in NETWORKS if name in asked or name in peers]
 

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from nearsight.bench import driver, machine, models, plot, report
-from nearsight.bench.contest import Contest
+from nearsight.bench.contest import Contest, asked_for
 from nearsight.bench.driver import Clock, Result
 from nearsight.bench.layers import layer_contests
 from nearsight.bench.models import NetworkResult
@@ -98,13 +98,9 @@ def run_suite(suite: str, settings: Settings, progress: Progress = lambda text: 
 
 def read_suite(suite: str, path: Path, filters: Sequence[str] = ()) -> Outcome:
     """The outcome of a run whose rows were written to a CSV file, those that a filter asks for."""
-
-    def asked(name: str) -> bool:
-        return not filters or any(all(word in name.lower() for word in f.lower().split()) for f in filters)
-
     contests, networks, stamp = read_csv(path, suite)
-    kept = [r for r in contests if asked(f"{r.contest} {r.contender}")]
-    kept_networks = [r for r in networks if asked(r.network)]
+    kept = [r for r in contests if asked_for(f"{r.contest} {r.contender}", filters)]
+    kept_networks = [r for r in networks if asked_for(r.network, filters)]
     if not kept and not kept_networks:
         raise _no_match(filters, [f"{r.contest} {r.contender}" for r in contests] or [r.network for r in networks])
     return Outcome(suite, _title(suite, stamp, stamp["dtype"], stamp["batch"]), kept, kept_networks, stamp)
