@@ -6,15 +6,28 @@ that does, and `triton_impl.py` imports it inside the functions that launch.
 
 from __future__ import annotations
 
+import contextvars
 import importlib.util
 import os
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearsight.ops.dispatch import exporting
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "common_refusal", "dot_precision", "next_power_of_two"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "common_refusal",
+    "compile_together",
+    "dot_precision",
+    "launch",
+    "meta_like",
+    "next_power_of_two",
+]
 
 # Read once, as Triton does when it decorates a kernel, and constants to torch.compile.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -74,3 +87,72 @@ def next_power_of_two(n: int) -> int:
     [1, 4, 8, 16]
     """
     return 1 << max(n - 1, 0).bit_length()
+
+
+# More threads than this only wait for each other: the first tenth of a kernel's compilation is Python's.
+COMPILER_THREADS = 8
+
+_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("nearsight_compiling", default=False)
+_compiled: set[Hashable] = set()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)`; within `compile_together` the kernel is only compiled, in another thread."""
+    if _compiling.get():
+        kernel.warmup(*arguments, grid=grid, **constants)
+    else:
+        kernel[grid](*arguments, **constants)
+
+
+def compile_together(key: Hashable, launches: Callable[[], None]) -> None:
+    """Compile the kernels that `launches` launches (through `launch`, on tensors made by `meta_like`) side by side, once per key.
+
+    Without it each is compiled when it is first launched, one after the other: seconds for a call of nine. The key is anything
+    that tells calls apart, the device among it; a kernel that is compiled already costs microseconds.
+    """
+    if key in _compiled or INTERPRETED or torch.cuda.is_current_stream_capturing():
+        return
+    # Sizes may come without end.
+    if len(_compiled) >= 10_000:
+        _compiled.clear()
+    _compiled.add(key)
+    # In a context of its own, so that nothing stays switched on after an interrupt.
+    contextvars.copy_context().run(_compile, launches)
+
+
+def _compile(launches: Callable[[], None]) -> None:
+    import triton
+
+    _compiling.set(True)
+    # An error comes again, and is shown, where the kernel is launched.
+    with _Loader(torch.cuda.current_device()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        launches()
+
+
+class _Loader(ThreadPoolExecutor):
+    """Threads that also load what they compiled; in some versions of Triton that means a run of the C compiler, too."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__(min(COMPILER_THREADS, os.cpu_count() or 1), "nearsight-compiler")
+        self.device = device
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def load() -> Any:
+            kernel = fn(*args, **kwargs)
+            with torch.cuda.device(self.device):
+                kernel.run  # noqa: B018, the property loads
+            return kernel
+
+        return super().submit(load)
+
+
+def meta_like(tensor: Tensor) -> Tensor:
+    """A tensor without memory, of the same sizes, strides, dtype and alignment.
+
+    >>> meta_like(torch.zeros(4, 6)[:, 1:]).stride()
+    (6, 1)
+    """
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    shift = tensor.data_ptr() % 16 // tensor.element_size()
+    memory = torch.empty(max(reach, 0) + 1 + shift, dtype=tensor.dtype, device="meta")
+    return memory.as_strided(tensor.shape, tensor.stride(), shift)

@@ -6,6 +6,7 @@ direction (`whole/`: a small map) or through axis products (`axes/`: all else).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nearsight.ops.explicit import axes, nodes, problem, whole
 from nearsight.ops.explicit.call import SEPARABLE_KINDS, ExplicitCall
-from nearsight.ops.triton_support import common_refusal
+from nearsight.ops.triton_support import common_refusal, compile_together, launch, meta_like
 
 __all__ = ["refusal", "run"]
 
@@ -76,10 +77,34 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output of values [B, H, W, heads, D]; for the backward the nodes' slopes (empty where the radius' gradient is not
     wanted or no head can go that way) and the tables."""
-    outputs = out, slopes, buffer = _empty_outputs(values, radius, key_mask, gaussian, offset, want_radius)
-    if out.numel() == 0:
-        return outputs
-    p = problem.make(values.flatten(3), radius, key_mask, gaussian, offset)
+    outputs = _empty_outputs(values, radius, key_mask, gaussian, offset, want_radius)
+    if values.numel() > 0:
+        p = problem.make(values.flatten(3), radius, key_mask, gaussian, offset)
+        trains = values.requires_grad or want_radius
+        compile_together(_class_of(p, trains, want_radius), lambda: _compile(p, trains, want_radius))
+        _launch_forward(p, *outputs)
+    return outputs
+
+
+def _class_of(p: problem.Problem, *what: bool) -> Hashable:
+    """All that the choice of kernels may depend on."""
+    tensors = tuple((t.shape[1:], t.stride(), t.data_ptr() % 16) for t in (p.values, *p.mask[:1]))
+    return (p.values.device, p.values.dtype, p.heads, p.gaussian, p.offset, p.key_mask is None, *tensors, *what)
+
+
+def _compile(p: problem.Problem, trains: bool, want_radius: bool) -> None:
+    """Launch on tensors without memory what a call launches, and what its gradient will."""
+    values, radius = meta_like(p.values), meta_like(p.radius)
+    mask = None if p.key_mask is None else meta_like(p.key_mask)
+    p = problem.make(values, radius, mask, p.gaussian, p.offset)
+    heads = values.unflatten(3, (p.heads, -1))
+    out, slopes, buffer = _empty_outputs(heads, radius, mask, p.gaussian, p.offset, want_radius)
+    _launch_forward(p, out, slopes, buffer)
+    if trains:
+        _launch_backward(p, out.flatten(3), slopes, buffer, out, torch.empty_like(radius), want_radius)
+
+
+def _launch_forward(p: problem.Problem, out: Tensor, slopes: Tensor, buffer: Tensor) -> None:
     least, tables = nodes.least_radius(p), _tables(p, buffer)
     if tables.nodes is not None:
         nodes.prepare(p, tables.nodes)
@@ -89,7 +114,6 @@ def _forward(
         axes.forward(p, tables.axes, out, least)
     else:
         whole.forward(p, out, least)
-    return outputs
 
 
 @_forward.register_fake
@@ -120,15 +144,27 @@ def _backward(
     want_radius: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of values and radius; the latter is empty where it is not wanted."""
-    from nearsight.ops.explicit import kernels
-
     dvalues, dradius = _empty_gradients(grad, values, radius, key_mask, slopes, buffer, gaussian, offset, want_radius)
     if values.numel() == 0:
         return dvalues, dradius.zero_()
-    p, grad = problem.make(values.flatten(3), radius, key_mask, gaussian, offset), problem.dense(grad.flatten(3))
+    p = problem.make(values.flatten(3), radius, key_mask, gaussian, offset)
+    _launch_backward(p, problem.dense(grad.flatten(3)), slopes, buffer, dvalues, dradius, want_radius)
+    return dvalues, dradius
+
+
+def _launch_backward(
+    p: problem.Problem,
+    grad: Tensor,
+    slopes: Tensor,
+    buffer: Tensor,
+    dvalues: Tensor,
+    dradius: Tensor,
+    want_radius: bool,
+) -> None:
+    from nearsight.ops.explicit import kernels
 
     def empty_shares(count: int) -> Tensor:
-        return values.new_empty([p.heads, count if want_radius else 0], dtype=torch.float32)
+        return grad.new_empty([p.heads, count if want_radius else 0], dtype=torch.float32)
 
     least, tables = nodes.least_radius(p), _tables(p, buffer)
     if tables.axes is not None:
@@ -142,8 +178,8 @@ def _backward(
         nodes.backward(p, tables.nodes, grad, slopes, dvalues, wide, least, want_radius)
     if want_radius:
         counts = wide.shape[1], narrow.shape[1]
-        kernels.add_shares[(p.heads, 1, 1)](p.radius, wide, narrow, dradius, *counts, least, BLOCK=1024, num_warps=8)
-    return dvalues, dradius
+        shares = p.radius, wide, narrow
+        launch(kernels.add_shares, (p.heads, 1, 1), *shares, dradius, *counts, least, BLOCK=1024, num_warps=8)
 
 
 @_backward.register_fake

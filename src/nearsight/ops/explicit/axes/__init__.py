@@ -11,7 +11,7 @@ from torch import Tensor
 from nearsight.ops.dispatch import full_precision
 from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import next_power_of_two
+from nearsight.ops.triton_support import launch, next_power_of_two
 
 __all__ = ["Tables", "Tile", "backward", "forward", "prepare", "product_dtype", "share_count", "tile"]
 
@@ -64,7 +64,7 @@ class _Axis(NamedTuple):
     grid: tuple[int, int, int]
 
 
-class _Launch(NamedTuple):
+class _Plan(NamedTuple):
     """A call's geometry: its products along y and along x."""
 
     along_y: _Axis
@@ -73,7 +73,7 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(batch: int, height: int, width: int, heads: int, per_head: int, dtype: torch.dtype, masked: bool) -> _Launch:
+def _plan(batch: int, height: int, width: int, heads: int, per_head: int, dtype: torch.dtype, masked: bool) -> _Plan:
     side = next_power_of_two(max(height, width))
     t = tile(side, per_head, dtype)
     parts = -(-per_head // t.channels)
@@ -99,17 +99,17 @@ def _plan(batch: int, height: int, width: int, heads: int, per_head: int, dtype:
         "num_warps": t.warps,
         "num_stages": t.stages,
     }
-    return _Launch(axis(height, width), axis(width, height), constants)
+    return _Plan(axis(height, width), axis(width, height), constants)
 
 
-def _launch(p: Problem) -> _Launch:
+def _plan_of(p: Problem) -> _Plan:
     return _plan(p.batch, *p.size, p.heads, p.per_head, p.values.dtype, p.key_mask is not None)
 
 
 def share_count(p: Problem) -> int:
     """Shares of a head's radius' gradient that the backward leaves."""
-    launch = _launch(p)
-    return p.batch * (launch.along_y.tiles + launch.along_x.tiles)
+    plan = _plan_of(p)
+    return p.batch * (plan.along_y.tiles + plan.along_x.tiles)
 
 
 class Tables(NamedTuple):
@@ -132,7 +132,9 @@ def prepare(p: Problem, tables: Tables, least: float) -> None:
     from nearsight.ops.explicit.axes import kernels
 
     (height, width), side = p.size, tables.sums.shape[2]
-    kernels.tables[(2 * p.heads * -(-side // TABLE_ROWS), 1, 1)](
+    launch(
+        kernels.tables,
+        (2 * p.heads * -(-side // TABLE_ROWS), 1, 1),
         p.radius,
         *tables,
         height,
@@ -157,14 +159,16 @@ def _along_x(p: Problem, tables: Tables, least: float) -> _Saved:
     """The first product."""
     from nearsight.ops.explicit.axes import kernels
 
-    launch = _launch(p)
+    plan = _plan_of(p)
     (height, width), narrow = p.size, product_dtype(p.values.dtype)
     new = p.values.new_empty
     product = new(p.values.shape, dtype=narrow)
-    totals = new([p.batch, launch.along_x.blocks, p.channels], dtype=torch.float32)
+    totals = new([p.batch, plan.along_x.blocks, p.channels], dtype=torch.float32)
     centres = new([p.batch, p.channels], dtype=torch.float32)
     mask, mask_strides = p.mask
-    kernels.forward_x[launch.along_x.grid](
+    launch(
+        kernels.forward_x,
+        plan.along_x.grid,
         p.values,
         mask,
         p.radius,
@@ -174,11 +178,11 @@ def _along_x(p: Problem, tables: Tables, least: float) -> _Saved:
         centres,
         height,
         width,
-        launch.along_x.steps,
+        plan.along_x.steps,
         least,
         *p.values.stride()[:3],
         *mask_strides,
-        **launch.constants,
+        **plan.constants,
     )
     return _Saved(product, totals, centres)
 
@@ -187,11 +191,13 @@ def forward(p: Problem, tables: Tables, out: Tensor, least: float) -> None:
     """Write the output of the heads whose radius is below `least`."""
     from nearsight.ops.explicit.axes import kernels
 
-    launch = _launch(p)
+    plan = _plan_of(p)
     saved = _along_x(p, tables, least)
     (height, width), offset = p.size, p.offset
     inverse, _ = _masses(p, tables)
-    kernels.forward_y[launch.along_y.grid](
+    launch(
+        kernels.forward_y,
+        plan.along_y.grid,
         saved.product,
         p.radius,
         *tables,
@@ -202,12 +208,12 @@ def forward(p: Problem, tables: Tables, out: Tensor, least: float) -> None:
         height,
         width,
         saved.totals.shape[1],
-        launch.along_y.steps,
+        plan.along_y.steps,
         least,
         offset,
         offset * height * width,
         SUMMED=SUMMED,
-        **launch.constants,
+        **plan.constants,
     )
 
 
@@ -220,15 +226,17 @@ def backward(
     """
     from nearsight.ops.explicit.axes import kernels
 
-    launch = _launch(p)
+    plan = _plan_of(p)
     saved = _along_x(p, tables, least)
     (height, width), offset = p.size, p.offset
     inverse, slope = _masses(p, tables)
-    second_totals = p.values.new_empty([p.batch, launch.along_y.blocks, p.channels], dtype=torch.float32)
+    second_totals = p.values.new_empty([p.batch, plan.along_y.blocks, p.channels], dtype=torch.float32)
     second = torch.empty_like(saved.product)
-    first_shares = launch.along_y.tiles
-    shares_per_image = first_shares + launch.along_x.tiles
-    kernels.backward_y[launch.along_y.grid](
+    first_shares = plan.along_y.tiles
+    shares_per_image = first_shares + plan.along_x.tiles
+    launch(
+        kernels.backward_y,
+        plan.along_y.grid,
         grad,
         saved.product,
         p.radius,
@@ -242,7 +250,7 @@ def backward(
         height,
         width,
         saved.totals.shape[1],
-        launch.along_y.steps,
+        plan.along_y.steps,
         least,
         p.batch,
         shares_per_image,
@@ -251,10 +259,12 @@ def backward(
         *grad.stride()[:3],
         SUMMED=SUMMED,
         WANT_RADIUS=want_radius,
-        **launch.constants,
+        **plan.constants,
     )
     mask, mask_strides = p.mask
-    kernels.backward_x[launch.along_x.grid](
+    launch(
+        kernels.backward_x,
+        plan.along_x.grid,
         p.values,
         mask,
         second,
@@ -267,7 +277,7 @@ def backward(
         height,
         width,
         second_totals.shape[1],
-        launch.along_x.steps,
+        plan.along_x.steps,
         least,
         p.batch,
         shares_per_image,
@@ -277,7 +287,7 @@ def backward(
         *mask_strides,
         SUMMED=SUMMED,
         WANT_RADIUS=want_radius,
-        **launch.constants,
+        **plan.constants,
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import next_power_of_two
+from nearsight.ops.triton_support import launch, next_power_of_two
 
 __all__ = ["Tables", "backward", "can_run", "forward", "least_radius", "prepare", "share_count", "slopes_shape"]
 
@@ -83,12 +83,22 @@ def prepare(p: Problem, tables: Tables) -> None:
     from nearsight.ops.explicit.nodes import kernels
 
     side = tables.rows.shape[3]
-    kernels.prepare[(2 * p.heads, 1, 1)](
-        p.radius, *tables[:3], *p.size, SIDE=side, BLOCK=min(side, PREPARE_BLOCK), PARTS=p.parts, num_warps=8
+    launch(
+        kernels.prepare,
+        (2 * p.heads, 1, 1),
+        p.radius,
+        *tables[:3],
+        *p.size,
+        SIDE=side,
+        BLOCK=min(side, PREPARE_BLOCK),
+        PARTS=p.parts,
+        num_warps=8,
     )
     if p.key_mask is not None:
         mask, mask_strides = p.mask
-        kernels.prepare_mask[(p.batch * p.heads, 1, 1)](
+        launch(
+            kernels.prepare_mask,
+            (p.batch * p.heads, 1, 1),
             mask,
             tables.rows,
             tables.between,
@@ -143,7 +153,9 @@ def forward(p: Problem, tables: Tables, out: Tensor, slopes: Tensor, least: floa
     from nearsight.ops.explicit.nodes import kernels
 
     mask, mask_strides = p.mask
-    kernels.forward[(p.heads * share_count(p), 1, 1)](
+    launch(
+        kernels.forward,
+        (p.heads * share_count(p), 1, 1),
         p.values,
         mask,
         p.radius,
@@ -175,7 +187,9 @@ def backward(
     from nearsight.ops.explicit.nodes import kernels
 
     mask, mask_strides = p.mask
-    kernels.backward[(p.heads * share_count(p), 1, 1)](
+    launch(
+        kernels.backward,
+        (p.heads * share_count(p), 1, 1),
         grad,
         mask,
         p.radius,

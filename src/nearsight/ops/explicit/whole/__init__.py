@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearsight.ops.explicit.problem import Problem
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import next_power_of_two
+from nearsight.ops.triton_support import launch, next_power_of_two
 
 __all__ = ["LARGEST", "backward", "forward", "share_count"]
 
@@ -22,7 +22,9 @@ def forward(p: Problem, out: Tensor, least: float) -> None:
     from nearsight.ops.explicit.whole import kernels
 
     mask, mask_strides = p.mask
-    kernels.whole_forward[_grid(p)](
+    launch(
+        kernels.whole_forward,
+        _grid(p),
         p.values,
         mask,
         p.radius,
@@ -42,7 +44,9 @@ def backward(p: Problem, grad: Tensor, dvalues: Tensor, shares: Tensor, least: f
     from nearsight.ops.explicit.whole import kernels
 
     mask, mask_strides = p.mask
-    kernels.whole_backward[_grid(p)](
+    launch(
+        kernels.whole_backward,
+        _grid(p),
         grad,
         p.values,
         mask,
