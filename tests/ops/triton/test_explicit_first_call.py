@@ -1,0 +1,123 @@
+"""The first call of a class: Triton compiles its kernels side by side, the gradient's with them, and none later.
+
+Compiled for an H200 by a driver without a GPU, which loads and launches nothing.
+"""
+
+import contextlib
+import itertools
+import types
+
+import pytest
+import torch
+
+from nearsight.ops import triton_support
+
+pytest.importorskip("triton")
+
+# Triton keeps what it compiled per device.
+no_such_devices = itertools.count(99)
+
+
+class Driver:
+    """As much of a Triton driver as a launch asks for."""
+
+    utils = types.SimpleNamespace(
+        load_binary=lambda *_: (1, 1, 0, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 232448}
+    )
+
+    def __init__(self):
+        self.device = next(no_such_devices)
+        self.compiled, self.launched = [], []
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, _):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source, _):
+        return lambda *_: self.launched.append(source.fn.fn.__name__)
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """The driver, with an empty cache and the names of the kernels compiled since."""
+    import triton
+
+    driver = Driver()
+
+    def remember(*, fn, **_):
+        driver.compiled.append(fn.name.rsplit(".", 1)[-1])
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", driver.get_current_device)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(triton_support, "_compiled", set())
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    return driver
+
+
+def forward(size, trains):
+    """What the registered op does, on tensors without memory; and what the backward takes."""
+    from nearsight.ops.explicit import triton_impl
+
+    values = torch.empty(2, *size, 2, 8, dtype=torch.bfloat16, device="meta").requires_grad_(trains)
+    radius = torch.empty(2, device="meta")
+    out, *saved = triton_impl._forward._init_fn(values, radius, None, True, 1.0, trains)
+    return out, values, radius, None, *saved, True, 1.0, trains
+
+
+def test_everything_is_compiled_before_the_first_launch(driver):
+    from nearsight.ops.explicit import triton_impl
+
+    saved = forward((7, 14), trains=True)
+    assert sorted(driver.compiled) == ["add_shares", "whole_backward", "whole_forward"]
+    assert driver.launched == ["whole_forward"]
+    triton_impl._backward._init_fn(*saved)
+    assert driver.launched == ["whole_forward", "whole_backward", "add_shares"]
+    triton_impl._backward._init_fn(*forward((9, 13), trains=True))
+    assert len(driver.launched) == 6
+    assert len(driver.compiled) == 3, "another size of the same class compiled again"
+
+
+def test_what_does_not_train_compiles_no_gradient(driver):
+    forward((16, 3), trains=False)
+    assert driver.compiled == ["whole_forward"]
+
+
+def test_an_error_shows_where_the_kernel_is_launched(driver):
+    from nearsight.ops.explicit import kernels
+
+    def launches():
+        triton_support.launch(kernels.add_shares, (1,), *[torch.empty(4, device="meta")] * 4, 1, 1, 0.5, BLOCK=3)
+
+    triton_support.compile_together("wrong", launches)
+    with pytest.raises(Exception, match="tl.zeros"):
+        launches()
+
+
+def test_an_interrupt_leaves_nothing_switched_on(driver):
+    def launches():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        triton_support.compile_together("interrupted", launches)
+    forward((5, 5), trains=False)
+    assert driver.launched == ["whole_forward"]
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_a_stand_in_has_the_strides_and_the_alignment(shift):
+    tensor = torch.zeros(200, dtype=torch.bfloat16)[shift:].as_strided((3, 5, 4), (40, 7, 1))
+    stand_in = triton_support.meta_like(tensor)
+    assert stand_in.is_meta
+    assert stand_in.stride() == tensor.stride()
+    assert stand_in.dtype == tensor.dtype
+    assert (stand_in.data_ptr() - tensor.data_ptr()) % 16 == 0
