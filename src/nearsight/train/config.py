@@ -52,6 +52,9 @@ class ModelConfig(Section):
     sync_bn: bool = Field(default=False, description="BatchNorm statistics over all processes")
     channels_last: bool = False
     compile: bool = Field(default=False, description="torch.compile")
+    cuda_graphs: bool = Field(
+        default=False, description="replay the compiled network as CUDA graphs: the host's launches cost nothing"
+    )
     grad_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
 
 
@@ -149,6 +152,11 @@ class RunConfig(Section):
             found.append(f"schedule.restarts: got it with schedule.name={schedule.name}, wanted schedule.name=restarts")
         if schedule.name == "step" and not schedule.milestones:
             found.append("schedule.milestones: got none, wanted the epochs of schedule.name=step")
+        if self.model.cuda_graphs and not self.model.compile:
+            found.append("model.cuda_graphs: got true, wanted model.compile=true with it")
+        if self.model.cuda_graphs and self.train.accumulate > 1:
+            # A replay writes its gradients where the last one did.
+            found.append(f"train.accumulate: got {self.train.accumulate} with model.cuda_graphs, wanted 1")
         return found
 
 

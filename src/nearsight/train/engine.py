@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
+from accelerate.utils import TorchDynamoPlugin, gather_object
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
@@ -84,7 +84,10 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             mixed_precision="no" if config.train.precision == "fp32" else config.train.precision,
             cpu=config.train.device == "cpu",
             step_scheduler_with_optimizer=False,
-            dynamo_backend="inductor" if config.model.compile else "no",
+            dynamo_plugin=TorchDynamoPlugin(
+                backend="inductor" if config.model.compile else "no",
+                mode="reduce-overhead" if config.model.cuda_graphs else "default",
+            ),
         )
     except ValueError as error:
         raise UserError(f"train.precision: {config.train.precision!r} cannot run here ({error}).") from error
@@ -351,6 +354,8 @@ class Trainer:
         guarded = config.bad_steps > 0
         buffers = [buffer.clone() for buffer in self.bare.buffers()] if guarded else []
         losses, extras = [], []
+        if self.config.model.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         for micro in range(config.accumulate):
             batch = next(batches)
             last = micro == config.accumulate - 1
