@@ -19,6 +19,8 @@ from nearsight.train.data.sources import Split, Subset
 
 __all__ = ["eval_transform", "materialise", "train_transform"]
 
+SMALL = 96
+
 
 def eval_transform(data: DataConfig) -> Callable[[Any], Any]:
     """PIL image → uint8 [C, S, S]: resized and centre-cropped, as at evaluation."""
@@ -104,8 +106,10 @@ def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
             return error
         return transform(image), label
 
-    # Decoders release the interpreter's lock, so threads serve as well as processes here.
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    # Decoders release the interpreter's lock, so threads serve as well as processes; on small images they would only
+    # take it from each other.
+    threads = 1 if data.image_size < SMALL else min(16, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
         done = list(pool.map(one, range(len(split)), chunksize=64))
     good, bad = [], []
     for index, result in enumerate(done):
