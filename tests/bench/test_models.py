@@ -105,3 +105,11 @@ def test_filters_keep_the_peer():
     assert wanted_networks(["sasa convstem"]) == ["resnet50", "sasa_resnet50_convstem"]
     assert wanted_networks(["no such"]) == []
     assert wanted_networks([]) == list(models.NETWORKS)
+
+
+def test_ratios_compare_runs_of_one_kind():
+    peer = models.NetworkResult("resnet50", None, False, "bfloat16", 4, 64, eager_images_s=10.0, replayed_images_s=40.0)
+    ours = models.NetworkResult("sasa_resnet50", "resnet50", True, "bfloat16", 4, 64)
+    ours.eager_images_s, ours.compiled_images_s, ours.replayed_images_s = 5.0, 30.0, 36.0
+    models._add_ratios([peer, ours])
+    assert (ours.eager_over_peer, ours.compiled_over_peer, ours.replayed_over_peer) == (0.5, None, 0.9)

@@ -137,7 +137,14 @@ def test_the_table_of_networks():
         "150",
         "2.00",
     ]
+    assert "replayed" not in text
     assert "compiled img/s" not in shown([report.network_table(networks()[:1], "t")])
+    peer, ours = networks()
+    ours.replayed_images_s, ours.replayed_over_peer = 171.0, 1.34
+    text = shown([report.network_table([peer, ours], "t")])
+    assert "replayed img/s" in text
+    assert "171" in text
+    assert "1.34" in text
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])

@@ -58,6 +58,22 @@ def test_a_graph_replay_is_no_slower_than_launches():
 
 
 @pytest.mark.gpu
+def test_a_replayed_step_hides_the_host():
+    from nearsight.bench.timing import launched_ms, replayed_ms
+
+    x, effort = torch.randn(64, 64, device="cuda"), Effort(0.02, least=10, most=50)
+
+    def step():
+        y = x
+        for _ in range(50):
+            y = y.sin()
+
+    assert replayed_ms(step, effort)[0] < launched_ms(step, effort)[0]
+    with pytest.raises(Exception, match="captur"):
+        replayed_ms(lambda: float(x.sum()), effort)
+
+
+@pytest.mark.gpu
 def test_what_cannot_be_captured_is_timed_as_it_is():
     from nearsight.bench.timing import time_on_cuda
 

@@ -29,6 +29,11 @@ from tests.train.support import SMALL, small
         ("schedule.name=restarts", "schedule.restarts: got none"),
         ("schedule.restarts=[3]", "schedule.restarts: got it with schedule.name=cosine"),
         ("loss.mixup=0.2 data.batch_size=63", "data.batch_size: got 63 with mixing, wanted an even number"),
+        ("model.cuda_graphs=true", "model.cuda_graphs: got true, wanted model.compile=true with it"),
+        (
+            "model.cuda_graphs=true model.compile=true train.accumulate=2",
+            "train.accumulate: got 2 with model.cuda_graphs, wanted 1",
+        ),
         ("data.mean=[0.1,0.2]", "data.mean: got 2 numbers, wanted 1 (data.channels)"),
         (
             "data.on_device=true data.augment.auto=rand-m9",

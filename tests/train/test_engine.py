@@ -245,3 +245,12 @@ def test_a_compiled_run_learns_what_an_eager_one_does(tmp_path: Path) -> None:
     # The names in a checkpoint are the bare model's.
     assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
     fit(plain(**keys, model={"compile": False}), tmp_path / "b", resume=tmp_path / "b", quiet=True)
+
+
+@pytest.mark.gpu
+def test_replayed_graphs_learn_what_launches_do(tmp_path: Path) -> None:
+    keys = {"train": {"max_steps": 12, "deterministic": False, "device": "auto"}, "log": {"every": 1}}
+    model = {"compile": True, "channels_last": True}
+    launched = fit(plain(**keys, model=model), tmp_path / "a", quiet=True)
+    replayed = fit(plain(**keys, model={**model, "cuda_graphs": True}), tmp_path / "b", quiet=True)
+    assert replayed.losses == pytest.approx(launched.losses, rel=1e-3)

@@ -1,4 +1,5 @@
-"""The models suite: training images per second of our networks beside timm's, eager and compiled."""
+"""The models suite: training images per second of our networks beside timm's: eager, compiled, and compiled and replayed as
+a CUDA graph, where the host's launches cost nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from nearsight.bench import memory
 from nearsight.bench.contest import asked_for
 from nearsight.bench.driver import Clock, guard
-from nearsight.bench.timing import Effort, launched_ms, time_on_cpu
+from nearsight.bench.timing import Effort, launched_ms, replayed_ms, time_on_cpu
 
 __all__ = ["NETWORKS", "NetworkResult", "find_network_fault", "run_networks", "wanted_networks"]
 
@@ -52,11 +53,13 @@ class NetworkResult:
     note: str | None = None
     eager_images_s: float | None = None
     compiled_images_s: float | None = None
+    replayed_images_s: float | None = None
     spread: float | None = None
     eager_bytes: int | None = None
     compiled_bytes: int | None = None
     eager_over_peer: float | None = None
     compiled_over_peer: float | None = None
+    replayed_over_peer: float | None = None
     bytes_over_peer: float | None = None
 
     def columns(self) -> dict[str, object]:
@@ -130,56 +133,77 @@ def _eager(result: NetworkResult, device: torch.device, dtype: torch.dtype, effo
             result.status, result.note = "wrong", f"wrong, not timed: {fault}"
             return
         memory.free(device)
-    result.eager_images_s, result.spread, result.eager_bytes = _train(model, model, result, device, dtype, effort)
+    step = _Step(model, model, result, device, dtype)
+    result.eager_images_s, result.spread, result.eager_bytes = step.measure(effort)
 
 
 def _compiled(result: NetworkResult, device: torch.device, dtype: torch.dtype, effort: Effort) -> None:
     model = _create(result, device)
-    fast = torch.compile(model, dynamic=False)
-    result.compiled_images_s, result.spread, result.compiled_bytes = _train(model, fast, result, device, dtype, effort)
-
-
-def _train(
-    model: nn.Module,
-    run: Callable[[Tensor], Tensor],
-    result: NetworkResult,
-    device: torch.device,
-    dtype: torch.dtype,
-    effort: Effort,
-) -> tuple[float, float, int]:
-    """Images per second of whole training steps (forward, loss, backward, SGD), their spread, and peak memory."""
-    model.train()
-    images = torch.randn(result.batch, 3, result.size, result.size, device=device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(CLASSES, (result.batch,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    half = dtype in (torch.float16, torch.bfloat16)
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        with torch.autocast(device.type, dtype) if half else nullcontext():
-            loss = F.cross_entropy(run(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses[:] = [loss.detach()]
-
-    step()
+    step = _Step(model, torch.compile(model, dynamic=False), result, device, dtype)
+    result.compiled_images_s, result.spread, result.compiled_bytes = step.measure(effort)
     if device.type == "cuda":
-        step()
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        ms, spread = launched_ms(step, effort)
-        # Parameters and optimiser state included: that is what must fit.
-        held = torch.cuda.max_memory_allocated(device)
-    else:
-        timing = time_on_cpu({"step": step}, effort)["step"]
-        ms, spread = timing.ms, timing.spread
-        losses.clear()  # held since before, so its release inside the step could not be counted
-        held = memory.peak_extra_bytes(step, device)
-    if not torch.isfinite(losses[0]):
-        raise ArithmeticError("the loss is not finite")
-    return result.batch / ms * 1e3, spread, held
+        try:
+            result.replayed_images_s = step.replay(effort)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            result.note = f"cannot be captured ({reason})"
+
+
+class _Step:
+    """A whole training step of a network: forward, loss, backward, SGD."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        result: NetworkResult,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        model.train()
+        self.run, self.device, self.dtype = run, device, dtype
+        images = torch.randn(result.batch, 3, result.size, result.size, device=device)
+        self.images = images.to(memory_format=torch.channels_last)
+        self.labels = torch.randint(CLASSES, (result.batch,), device=device)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        self.loss: Tensor | None = None
+
+    def __call__(self) -> None:
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        with torch.autocast(self.device.type, self.dtype) if half else nullcontext():
+            loss = F.cross_entropy(self.run(self.images), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+    def measure(self, effort: Effort) -> tuple[float, float, int]:
+        """Images per second, their spread, and peak memory."""
+        self()
+        if self.device.type == "cuda":
+            self()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            ms, spread = launched_ms(self, effort)
+            # Parameters and optimiser state included: that is what must fit.
+            held = torch.cuda.max_memory_allocated(self.device)
+        else:
+            timing = time_on_cpu({"step": self}, effort)["step"]
+            ms, spread = timing.ms, timing.spread
+            self.loss = None  # held since before, so its release inside the step could not be counted
+            held = memory.peak_extra_bytes(self, self.device)
+        self._check()
+        return len(self.images) / ms * 1e3, spread, held
+
+    def replay(self, effort: Effort) -> float:
+        """Images per second of the step captured as a CUDA graph; raises what the capture raises."""
+        ms, _ = replayed_ms(self, effort)
+        self._check()
+        return len(self.images) / ms * 1e3
+
+    def _check(self) -> None:
+        if self.loss is None or not torch.isfinite(self.loss):
+            raise ArithmeticError("the loss is not finite")
 
 
 def find_network_fault(model: nn.Module, images: Tensor) -> str | None:
@@ -233,10 +257,10 @@ def _add_ratios(results: Sequence[NetworkResult]) -> None:
         peer = by_name.get(result.peer or "")
         if peer is None:
             continue
-        for ratio, value in (("eager_over_peer", "eager_images_s"), ("compiled_over_peer", "compiled_images_s")):
-            top, bottom = getattr(result, value), getattr(peer, value)
+        for way in ("eager", "compiled", "replayed"):
+            top, bottom = getattr(result, f"{way}_images_s"), getattr(peer, f"{way}_images_s")
             if top is not None and bottom:
-                setattr(result, ratio, top / bottom)
+                setattr(result, f"{way}_over_peer", top / bottom)
         compiled = result.compiled_bytes is not None and peer.compiled_bytes is not None
         top, bottom = (getattr(r, "compiled_bytes" if compiled else "eager_bytes") for r in (result, peer))
         if top is not None and bottom:

@@ -53,7 +53,7 @@ def plot_contests(path: Path, results: Sequence[Result], title: str) -> None:
 
 
 def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> None:
-    """Draw training images per second, a bar per network: compiled where it was, eager otherwise or behind it."""
+    """Draw training images per second, a bar per network: replayed or compiled where it was, eager otherwise or behind it."""
     timed = [r for r in results if r.eager_images_s is not None or r.compiled_images_s is not None]
     if not timed:
         raise UserError("bench: no time was measured, so there is nothing to plot.")
@@ -61,7 +61,7 @@ def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> N
     figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.38 * len(timed)), layout="constrained")
     for place, result in enumerate(timed):
         colour = OURS if result.ours else PEERS[0]
-        eager, compiled = result.eager_images_s or 0.0, result.compiled_images_s or 0.0
+        eager, compiled = result.eager_images_s or 0.0, result.replayed_images_s or result.compiled_images_s or 0.0
         if compiled:
             axis.barh(place, compiled, 0.75, color=colour)
         # The plain run inside the compiled one's bar; alone, it is the bar.
@@ -72,15 +72,18 @@ def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> N
             color="black" if compiled else colour,
             alpha=0.35 if compiled else 1,
         )
-        ratio = result.compiled_over_peer or result.eager_over_peer
+        ratio = result.replayed_over_peer or result.compiled_over_peer or result.eager_over_peer
         best = max(eager, compiled)
         note = f" {best:.3g}" if best < 100 else f" {best:.0f}"
         axis.text(best, place, note + (f" ({ratio:.2f}× {result.peer})" if ratio else ""), va="center", fontsize=7)
     axis.set_yticks(range(len(timed)), [r.network for r in timed], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.4 * max(max(r.eager_images_s or 0, r.compiled_images_s or 0) for r in timed))
-    compiled_any = any(r.compiled_images_s for r in timed)
-    axis.set_xlabel("training images per second" + (", compiled (dark bar inside: eager)" if compiled_any else ""))
+    axis.set_xlim(
+        0, 1.4 * max(max(r.eager_images_s or 0, r.replayed_images_s or r.compiled_images_s or 0) for r in timed)
+    )
+    way = ", compiled" if any(r.compiled_images_s for r in timed) else ""
+    way += " and replayed as a CUDA graph" if any(r.replayed_images_s for r in timed) else ""
+    axis.set_xlabel("training images per second" + (f"{way} (dark bar inside: eager)" if way else ""))
     figure.suptitle(title, fontsize=7)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -98,9 +98,9 @@ def _wide(results: Sequence[Result], title: str) -> Table:
 
 def network_table(results: Sequence[NetworkResult], title: str) -> Table:
     """One network per row: training images per second and memory, and both over those of its peer."""
-    compiled = any(r.compiled_images_s is not None for r in results)
-    heads = ["params M", "eager img/s", *(["compiled img/s"] if compiled else []), "GiB", "eager ÷ peer"]
-    heads += [*(["compiled ÷ peer"] if compiled else []), "memory ÷"]
+    # How a step ran: as it is; compiled; compiled and replayed as a CUDA graph.
+    ways = ["eager", *(way for way in ("compiled", "replayed") if any(_rate(r, way) is not None for r in results))]
+    heads = ["params M", *(f"{way} img/s" for way in ways), "GiB", *(f"{way} ÷ peer" for way in ways), "memory ÷"]
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     table.add_column("network")
     for head in heads:
@@ -108,14 +108,20 @@ def network_table(results: Sequence[NetworkResult], title: str) -> Table:
     table.add_column("peer, note", overflow="fold")
     for r in results:
         held = r.eager_bytes if r.compiled_bytes is None else r.compiled_bytes
-        cells = ["" if r.parameters is None else f"{r.parameters / 1e6:.1f}", _speed(r.eager_images_s)]
-        cells += [_speed(r.compiled_images_s)] if compiled else []
-        cells += ["" if held is None else f"{held / 2**30:.2f}", _ratio(r.eager_over_peer)]
-        cells += [_ratio(r.compiled_over_peer)] if compiled else []
+        cells = ["" if r.parameters is None else f"{r.parameters / 1e6:.1f}", *(_speed(_rate(r, way)) for way in ways)]
+        cells += [
+            "" if held is None else f"{held / 2**30:.2f}",
+            *(_ratio(getattr(r, f"{way}_over_peer")) for way in ways),
+        ]
         note = "; ".join(text for text in (r.peer, r.note) if text)
         name = f"[green]{r.network}[/green]" if r.ours else r.network
         table.add_row(name, *cells, _ratio(r.bytes_over_peer), _escape(note))
     return table
+
+
+def _rate(result: NetworkResult, way: str) -> float | None:
+    rate: float | None = getattr(result, f"{way}_images_s")
+    return rate
 
 
 def _speed(value: float | None) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Effort", "Timing", "copy_bandwidth", "launched_ms", "time_on_cpu", "time_on_cuda"]
+__all__ = ["Effort", "Timing", "copy_bandwidth", "launched_ms", "replayed_ms", "time_on_cpu", "time_on_cuda"]
 
 Step = Callable[[], object]
 
@@ -153,6 +153,16 @@ def _launched(step: Step, effort: Effort) -> tuple[float, float, int]:
 def launched_ms(step: Step, effort: Effort) -> tuple[float, float]:
     """Median milliseconds and spread of a CUDA step launched as it is, without a graph."""
     middle, spread, _ = _launched(step, effort)
+    return middle, spread
+
+
+def replayed_ms(step: Step, effort: Effort) -> tuple[float, float]:
+    """Median milliseconds and spread of a CUDA step replayed as a graph, or the capture's error."""
+    graph = _capture(step, 1)
+    try:
+        middle, spread, _ = _launched(graph.replay, effort)
+    finally:
+        graph.reset()
     return middle, spread
 
 
