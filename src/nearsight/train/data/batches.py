@@ -20,6 +20,7 @@ from nearsight.train.data import augment
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.decoded import eval_transform, materialise, train_transform
 from nearsight.train.data.images import BadImageError, refuse_bad
+from nearsight.train.data.policy import apply_policy, draw_policy, fill_of
 from nearsight.train.data.sources import Source, Split
 
 __all__ = [
@@ -143,6 +144,7 @@ class OnDeviceBatches:
         pixels = pixels.to(where.device)
         self.pixels = augment.pad_images(pixels, data.augment) if training else pixels
         self.labels = labels.to(where.device)
+        self.fill = torch.tensor(fill_of(finish.average), dtype=torch.uint8, device=where.device)
         self.batch_size = batch_size_of(data, training)
         self.batches = count_batches(len(labels), self.batch_size, where, training)
         self.images = self.batches * self.batch_size * where.world if training else len(labels)
@@ -163,8 +165,16 @@ class OnDeviceBatches:
                 choice = everybody.share(self.where.rank, self.batch_size)
             valid = None if self.training else which >= 0
             pixels = augment.gather(self.pixels, which, self.size, choice)
+            if self.training and self.augment.trivial:
+                pixels = self._trivial(pixels, epoch, number)
             images = self.finish(pixels, choice, generator if self.training else None)
             yield Batch(images, self.labels[which], valid)
+
+    def _trivial(self, pixels: Tensor, epoch: int, number: int) -> Tensor:
+        # A stream of its own: the other draws are the same with it and without.
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, number, 1))
+        everybody = draw_policy(self.batch_size * self.where.world, self.size, generator)
+        return apply_policy(pixels, everybody.share(self.where.rank, self.batch_size), self.fill)
 
 
 def read_good(split: Any, index: int, training: bool) -> tuple[Any | None, list[tuple[str, str]]]:

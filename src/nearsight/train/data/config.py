@@ -10,6 +10,9 @@ from nearsight.train.config import Section
 
 __all__ = ["AugmentConfig", "DataConfig"]
 
+# The first words of timm's policy strings; after a crop that is not resized, only the first is read.
+TIMMS = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
+
 
 class AugmentConfig(Section):
     crop: Literal["none", "pad", "resized"] = Field(
@@ -22,13 +25,21 @@ class AugmentConfig(Section):
     flip: float = Field(default=0.0, ge=0, le=1, description="chance of a horizontal flip")
     cutout: int = Field(default=0, ge=0, description="side of a blanked square, in pixels")
     color_jitter: float = Field(default=0.0, ge=0)
-    auto: str | None = Field(default=None, description="timm's policy string, e.g. rand-m9-mstd0.5")
+    auto: str | None = Field(
+        default=None,
+        description="trivial: TrivialAugment, on the device too; or timm's policy string, e.g. rand-m9-mstd0.5",
+    )
     erase: float = Field(default=0.0, ge=0, le=1, description="chance of random erasing")
+
+    @property
+    def trivial(self) -> bool:
+        return self.auto == "trivial"
 
     @property
     def needs_workers(self) -> str | None:
         """The first key that only the loader path can do, or None."""
-        wanted = {"crop=resized": self.crop == "resized", "color_jitter": self.color_jitter, "auto": self.auto}
+        policy = None if self.trivial else self.auto
+        wanted = {"crop=resized": self.crop == "resized", "color_jitter": self.color_jitter, "auto": policy}
         return next((f"data.augment.{key}" for key, value in wanted.items() if value), None)
 
 
@@ -74,4 +85,16 @@ class DataConfig(Section):
         needs = self.augment.needs_workers
         if self.on_device is True and needs:
             found.append(f"data.on_device: got true with {needs}, which runs in workers; wanted auto or false")
+        known = TIMMS if self.augment.crop == "resized" else TIMMS[:1]
+        policy = self.augment.auto
+        if policy and not self.augment.trivial and policy.split("-")[0] not in known:
+            found.append(
+                f"data.augment.auto: got {policy!r}, wanted trivial, null or timm's policy string such as rand-m9-mstd0.5"
+                f" (with data.augment.crop={self.augment.crop}: {', '.join(known)})"
+            )
+        if self.augment.trivial and self.augment.color_jitter:
+            found.append(
+                f"data.augment.color_jitter: got {self.augment.color_jitter:g} with data.augment.auto=trivial, which changes"
+                " colours itself; wanted 0"
+            )
         return found

@@ -15,6 +15,7 @@ from nearsight.errors import UserError
 from nearsight.folders import cache_folder
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, refuse_bad
+from nearsight.train.data.policy import fill_of, image_policy
 from nearsight.train.data.sources import Split, Subset
 
 __all__ = ["eval_transform", "materialise", "train_transform"]
@@ -49,19 +50,23 @@ def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any]
             ratio=wanted.ratio,
             hflip=wanted.flip,
             color_jitter=wanted.color_jitter,
-            auto_augment=wanted.auto,
+            auto_augment=None if wanted.trivial else wanted.auto,
             interpolation=data.interpolation,
             mean=mean,
             use_prefetcher=True,
         )
+        if wanted.trivial:
+            made.transforms.insert(-1, image_policy(size, mean))  # type: ignore[attr-defined]
         return made
     steps: list[Any] = list(eval_transform(data).transforms[:-1])  # type: ignore[attr-defined]
     if wanted.crop == "pad":
         mode = "constant" if wanted.pad_mode == "zeros" else "reflect"
         steps.append(transforms.RandomCrop(size, padding=wanted.pad, padding_mode=mode))
     steps.append(transforms.RandomHorizontalFlip(wanted.flip))
-    if wanted.auto:
-        steps.append(rand_augment_transform(wanted.auto, {"img_mean": tuple(round(255 * m) for m in mean)}))
+    if wanted.trivial:
+        steps.append(image_policy(size, mean))
+    elif wanted.auto:
+        steps.append(rand_augment_transform(wanted.auto, {"img_mean": fill_of(mean)}))
     elif wanted.color_jitter:
         steps.append(transforms.ColorJitter(*[wanted.color_jitter] * 3))
     composed: Callable[[Any], Any] = transforms.Compose([*steps, ToNumpy()])
