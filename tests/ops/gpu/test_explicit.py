@@ -101,6 +101,21 @@ def test_capture_and_compile():
         assert torch.equal(one, two)
 
 
+def test_the_gradient_is_compiled_with_the_output(monkeypatch):
+    """Side by side, on the first call of a class (72 channels a head: nobody else's); nothing is left to the backward."""
+    import triton
+
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.name))
+    inputs = make(torch.bfloat16, (40, 50), 72, heads=1)
+    values, radius = inputs["values"].requires_grad_(), inputs["radius"].requires_grad_()
+    out = explicit_attention(values, kind="gaussian", radius=radius, backend="triton")
+    before = len(compiled)
+    assert before >= 7
+    torch.autograd.grad(out, (values, radius), torch.ones_like(out).contiguous())
+    assert len(compiled) == before, compiled[before:]
+
+
 def test_opcheck():
     from nearsight.ops.explicit import triton_impl
 
