@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,14 @@ from torch import Tensor
 
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import INT32_LIMIT, common_refusal, next_power_of_two
+from nearsight.ops.triton_support import (
+    INT32_LIMIT,
+    common_refusal,
+    compile_together,
+    launch,
+    meta_like,
+    next_power_of_two,
+)
 
 __all__ = ["Geometry", "Problem", "geometry", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
 
@@ -173,14 +180,15 @@ def _sizes(values: Tensor, stride: Sequence[int]) -> tuple[int, int, int, int]:
     return height, width, -(-height // stride[0]), -(-width // stride[1])
 
 
-def _pack(bias: Tensor | None, scale: Tensor | None, scores: Tensor) -> Tensor:
-    """The given tables as the kernels read them: [kh·kw, heads and a gap, tables·L] float32."""
+def _launch_pack(bias: Tensor | None, scale: Tensor | None, tables: Tensor, scores: Tensor) -> None:
+    """Fill `tables` with the given ones."""
     from nearsight.ops.qna import kernels
 
-    given = [table.contiguous() for table in (bias, scale) if table is not None]
-    tables = _empty_pack(bias, scale, scores)
+    given = [table for table in (bias, scale) if table is not None]
     if given and tables.numel():
-        kernels.pack[(tables.shape[0],)](
+        launch(
+            kernels.pack,
+            (tables.shape[0],),
             given[0],
             given[-1],
             tables,
@@ -191,7 +199,6 @@ def _pack(bias: Tensor | None, scale: Tensor | None, scores: Tensor) -> Tensor:
             HP=tables.shape[1],
             num_warps=1,
         )
-    return tables
 
 
 def _empty_pack(bias: Tensor | None, scale: Tensor | None, scores: Tensor) -> Tensor:
@@ -210,14 +217,14 @@ def launch_forward(p: Problem, out: Tensor, lse: Tensor) -> None:
     from nearsight.ops.qna import kernels
 
     g = p.geometry("forward")
-    kernels.forward[_window_grid(p, g)](*p.tensors(), out, lse, *p.sizes, *p.strides(), **p.constants(g))
+    launch(kernels.forward, _window_grid(p, g), *p.tensors(), out, lse, *p.sizes, *p.strides(), **p.constants(g))
 
 
 def launch_delta(p: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> None:
     from nearsight.ops.qna import kernels
 
     g = p.geometry("delta")
-    kernels.delta[_window_grid(p, g)](*p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), **p.constants(g))
+    launch(kernels.delta, _window_grid(p, g), *p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), **p.constants(g))
 
 
 def launch_backward(
@@ -244,7 +251,9 @@ def launch_backward(
     # The rows of windows that see a tile begin this far above its first row's.
     first = -(-((kh - 1) // 2 - kh + 1) // sy)
     last = (g.rows - 1 + (kh - 1) // 2) // sy
-    gradient_kernels.backward[(blocks * sx, tile_rows, batch)](
+    launch(
+        gradient_kernels.backward,
+        (blocks * sx, tile_rows, batch),
         *p.tensors(),
         grad,
         lse,
@@ -277,10 +286,41 @@ def _forward(
     """The output, the log-sum-exp (base 2) of every window, head and query, and the tables as the kernels read them."""
     out, lse, tables = _empty_outputs(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
     if out.numel():
-        tables = _pack(position_bias, tap_scale, scores)
-        given = (position_bias is not None, tap_scale is not None)
-        launch_forward(_problem(scores, values, tables, *given, key_mask, window, stride, stack), out, lse)
+        bias, scale = (None if table is None else table.contiguous() for table in (position_bias, tap_scale))
+        given = (bias is not None, scale is not None)
+        p = _problem(scores, values, tables, *given, key_mask, window, stride, stack)
+        trains = any(t is not None and t.requires_grad for t in (scores, values, position_bias, tap_scale))
+        compile_together(_class_of(p, bias, scale, trains), lambda: _compile(p, bias, scale, trains))
+        _launch_pack(bias, scale, tables, scores)
+        launch_forward(p, out, lse)
     return out, lse, tables
+
+
+def _class_of(p: Problem, *more: Tensor | bool | None) -> Hashable:
+    """All that the choice of kernels may depend on."""
+    tensors = (p.scores, p.values, p.key_mask, *more)
+    options = (tuple(p.window), tuple(p.stride), p.stack, p.biased, p.scaled)
+    return (*options, *(_kind(t) if isinstance(t, Tensor) else t for t in tensors))
+
+
+def _kind(tensor: Tensor) -> Hashable:
+    return tensor.device, tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16
+
+
+def _compile(p: Problem, bias: Tensor | None, scale: Tensor | None, trains: bool) -> None:
+    """Launch on tensors without memory what a call launches, and what its gradient will."""
+    bias, scale = (None if table is None else meta_like(table) for table in (bias, scale))
+    p = _stand_in(p)
+    out, lse, _ = _empty_outputs(p.scores, p.values, bias, scale, p.key_mask, p.window, p.stride, p.stack)
+    _launch_pack(bias, scale, p.tables, p.scores)
+    launch_forward(p, out, lse)
+    if trains:
+        _launch_gradients(p, out, lse)
+
+
+def _stand_in(p: Problem) -> Problem:
+    mask = None if p.key_mask is None else meta_like(p.key_mask)
+    return p._replace(scores=meta_like(p.scores), values=meta_like(p.values), tables=meta_like(p.tables), key_mask=mask)
 
 
 @_forward.register_fake
@@ -290,8 +330,8 @@ def _empty_outputs(
     position_bias: Tensor | None,
     tap_scale: Tensor | None,
     key_mask: Tensor | None,
-    window: list[int],
-    stride: list[int],
+    window: Sequence[int],
+    stride: Sequence[int],
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, _, queries, heads), dim = scores.shape, values.shape[4]
@@ -334,13 +374,24 @@ def _backward(
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of scores and values, and of the tables that are there: [tables, kh·kw·L, heads], float32."""
-    dscores, dvalues, dtables = _empty_gradients(
-        grad, scores, values, key_mask, lse, tables, biased, scaled, window, stride, stack
-    )
     if values.numel() == 0:
-        return dscores, dvalues, dtables.zero_()
+        empty = _empty_gradients(grad, scores, values, key_mask, lse, tables, biased, scaled, window, stride, stack)
+        return *empty[:2], empty[2].zero_()
     p = _problem(scores, values, tables, biased, scaled, key_mask, window, stride, stack)
     grad = grad.contiguous()
+    # A compiled graph's forward does not know whether a backward follows.
+    compile_together(_class_of(p, grad), lambda: _compile_gradients(p, grad, lse))
+    return _launch_gradients(p, grad, lse)
+
+
+def _compile_gradients(p: Problem, grad: Tensor, lse: Tensor) -> None:
+    _launch_gradients(_stand_in(p), meta_like(grad), meta_like(lse))
+
+
+def _launch_gradients(p: Problem, grad: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_backward` returns."""
+    options = (p.biased, p.scaled, p.window, p.stride, p.stack)
+    dscores, dvalues, dtables = _empty_gradients(grad, p.scores, p.values, p.key_mask, lse, p.tables, *options)
     delta = torch.empty_like(lse)
     launch_delta(p, grad, lse, delta)
     sums = launch_backward(p, grad, lse, delta, dscores, dvalues)
@@ -357,8 +408,8 @@ def _empty_gradients(
     tables: Tensor,
     biased: bool,
     scaled: bool,
-    window: list[int],
-    stride: list[int],
+    window: Sequence[int],
+    stride: Sequence[int],
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearsight.ops.triton_support import launch
+
 __all__ = ["add_rows", "sum_rows"]
 
 
@@ -20,7 +22,7 @@ def add_rows(shares: Tensor, parts: int) -> Tensor:
     out = torch.empty((parts, *shares.shape[1:]), dtype=torch.float32, device=shares.device)
     size = out[0].numel()
     grid = (-(-size // 128), parts)
-    kernels.add_rows[grid](shares, out, rows, size, BLOCK=128, ROWS=32, num_warps=4)
+    launch(kernels.add_rows, grid, shares, out, rows, size, BLOCK=128, ROWS=32, num_warps=4)
     return out
 
 

@@ -1,0 +1,51 @@
+"""The first call of a class of QnA: Triton compiles its kernels side by side, the gradient's with them, and none later.
+
+Compiled for an H200 by a driver without a GPU, which loads and launches nothing.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+FORWARD, BACKWARD = ["pack", "forward"], ["delta", "backward", "add_rows", "add_rows"]
+
+
+def forward(size, trains, window=(1, 3), heads=4, mask=False):
+    """What the registered op does, on tensors without memory; and what the backward takes."""
+    from nearsight.ops.qna import triton_impl
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="meta").requires_grad_(trains)
+
+    scores, values = draw(2, *size, 2, heads), draw(2, *size, heads, 8)
+    tables = [draw(window[0] * window[1], 2, heads, dtype=torch.float32) for _ in range(2)]
+    key_mask = torch.empty(2, *size, dtype=torch.bool, device="meta") if mask else None
+    options = (list(window), [1, 1], False)
+    out, *saved = triton_impl._forward._init_fn(scores, values, *tables, key_mask, *options)
+    return out, scores, values, key_mask, *saved, True, True, *options
+
+
+def test_everything_is_compiled_before_the_first_launch(driver):
+    from nearsight.ops.qna import triton_impl
+
+    saved = forward((5, 7), trains=True)
+    assert sorted(driver.compiled) == ["add_rows", "backward", "delta", "forward", "pack"]
+    assert driver.launched == FORWARD
+    triton_impl._backward._init_fn(*saved)
+    assert driver.launched == [*FORWARD, *BACKWARD]
+    triton_impl._backward._init_fn(*forward((6, 3), trains=True, heads=3))
+    assert len(driver.launched) == 12
+    assert len(driver.compiled) == 5, "another size of the same class compiled again"
+
+
+def test_what_does_not_train_compiles_no_gradient(driver):
+    """As a compiled graph calls it; its backward then compiles its own kernels side by side."""
+    from nearsight.ops.qna import triton_impl
+
+    saved = forward((5, 7), trains=False, mask=True)
+    assert sorted(driver.compiled) == ["forward", "pack"]
+    driver.launched.clear()
+    triton_impl._backward._init_fn(*saved)
+    assert sorted(driver.compiled[2:]) == ["add_rows", "backward", "delta"]
+    assert driver.launched == BACKWARD
