@@ -70,6 +70,28 @@ def some_mask(batch: int, height: int, width: int, seed: int = 0) -> Tensor:
     return mask
 
 
+@st.composite
+def calls(choose, rows: int, **more: st.SearchStrategy) -> tuple[dict[str, Tensor | None], dict]:
+    """Any small call of at most `rows` rows: its tensors, of which `inputs` may be told `more`, and its options."""
+    size = choose(st.tuples(st.integers(1, rows), st.integers(1, 9)))
+    window = choose(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    batch, seed = choose(st.integers(0, 3)), choose(st.integers(0, 100))
+    numbers = {
+        "queries": st.integers(1, 3),
+        "heads": st.integers(1, 3),
+        "dim": st.integers(1, 5),
+        "tables": st.booleans(),
+    }
+    chosen = {name: choose(strategy) for name, strategy in {**numbers, **more}.items()}
+    options = {
+        "window": window,
+        "stride": choose(st.tuples(st.integers(1, 4), st.integers(1, 4))),
+        "combine": choose(st.sampled_from(["sum", "stack"])),
+    }
+    options["key_mask"] = some_mask(batch, *size, seed) if choose(st.booleans()) else None
+    return inputs(batch, *size, window, seed=seed, **chosen), options
+
+
 # ── The definition ──
 
 
@@ -227,26 +249,9 @@ def test_pieces_fit_together(monkeypatch, budget):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    window=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    batch=st.integers(0, 3),
-    queries=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    dim=st.integers(1, 5),
-    tables=st.booleans(),
-    masked=st.booleans(),
-    combine=st.sampled_from(["sum", "stack"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    seed=st.integers(0, 100),
-)
-def test_obeys_the_error_rule_anywhere(
-    size, window, stride, batch, queries, heads, dim, tables, masked, combine, dtype, seed
-):
-    given = inputs(batch, *size, window, queries=queries, heads=heads, dim=dim, tables=tables, dtype=dtype, seed=seed)
-    options = {"window": window, "stride": stride, "combine": combine}
-    options["key_mask"] = some_mask(batch, *size, seed) if masked else None
+@given(calls(9, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+def test_obeys_the_error_rule_anywhere(call):
+    given, options = call
     assert_by_error_rule(on("torch", **options), on("reference", **options), given)
 
 
