@@ -76,7 +76,7 @@ def by_pil(image: torch.Tensor, name: str, amount: float) -> torch.Tensor:
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize(("size", "channels"), [((19, 33), 3), ((40, 23), 1), ((32, 32), 3), ((2, 5), 3), ((1, 1), 1)])
 def test_pixels_are_pils(name: str, size: tuple[int, int], channels: int) -> None:
-    """Every magnitude's first, every fifth and last, both signs, all in one batch; not a level off."""
+    """The first and every fifth magnitude, the last with them, both signs, in one batch; not a level off."""
     values, signed = space(size)[name]
     amounts = values.reshape(-1)[::5].tolist()
     amounts += [-amount for amount in amounts] if signed else []
@@ -184,6 +184,17 @@ def test_it_keeps_images_on_the_device_and_evaluation_as_it_is() -> None:
     same = (a.images == b.images).flatten(1).all(1).float().mean()
     assert torch.equal(a.targets, b.targets)
     assert 0.07 < same < 0.6  # the identity, colour on grey, and magnitudes that do nothing to 8×8 pixels
+
+
+def test_every_batch_has_its_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Policy] = []
+    monkeypatch.setattr(
+        "nearsight.train.data.batches.draw_policy", lambda *a: drawn.append(draw_policy(*a)) or drawn[-1]
+    )
+    data = batches(settings(batch_size=600))
+    for epoch in (0, 1):
+        list(data.epoch(epoch))
+    assert len({tuple(policy.operation.tolist()) for policy in drawn}) == 4
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -131,57 +131,33 @@ def apply_policy(images: Tensor, policy: Policy, fill: Tensor) -> Tensor:
     >>> apply_policy(images, policy, torch.zeros(3, dtype=torch.uint8))[:, 0, 0, 0]
     tensor([ 55, 200], dtype=torch.uint8)
     """
-    size, channels = (images.shape[1], images.shape[2]), images.shape[3]
     order = policy.operation.argsort(stable=True)
     operation, magnitude = policy.operation[order], policy.magnitude[order].double()
     starts = [0, *torch.bincount(operation, minlength=len(OPERATIONS)).cumsum(0).tolist()]
     table = torch.stack([order.int(), order.argsort().int(), _amounts(operation, magnitude)])
-    table = torch.cat([table, _inverse(operation, magnitude, size)])
+    table = torch.cat([table, _inverse(operation, magnitude, (images.shape[1], images.shape[2]))])
     if images.is_cuda:
         table = table.pin_memory()
     table = table.to(images.device, non_blocking=True)
     place, back, matrix = table[0], table[1], table[3:]
     amount = table[2].view(torch.float32)[:, None, None, None]
     out = images.index_select(0, place)
+    faded = torch.zeros(out.shape, device=out.device)
 
-    def part(first: str, last: str | None = None) -> slice:
-        return slice(starts[AT[first]], starts[AT[last or first] + 1])
+    def change(first: str, last: str, step: Callable[[slice], Tensor], what: Tensor = out) -> None:
+        at = slice(starts[AT[first]], starts[AT[last] + 1])
+        if at.stop > at.start:
+            what[at] = step(at)
 
-    def some(where: slice) -> bool:
-        return where.stop > where.start
-
-    moved = part("ShearX", "Rotate")
-    if some(moved):
-        out[moved] = _warp(out[moved], matrix[:, moved], fill)
-    blended = part("Brightness", "Sharpness")
-    if some(blended):
-        faded = torch.zeros(out[blended].shape, device=out.device)
-        first = blended.start
-        grey = part("Color", "Contrast")
-        if some(grey):
-            faded[grey.start - first : grey.stop - first] = _grey(out[grey]) if channels == 3 else out[grey].float()
-        flat = part("Contrast")
-        if some(flat):
-            plain = faded[flat.start - first : flat.stop - first]
-            plain[:] = _mean(plain)
-        blurred = part("Sharpness")
-        if some(blurred):
-            faded[blurred.start - first : blurred.stop - first] = _smooth(out[blurred])
-        # PIL's formula in PIL's order: an image that equals its faded self stays as it is.
-        mixed = (out[blended] - faded).mul_(amount[blended]).add_(faded)
-        out[blended] = mixed.clamp_(0, 255).to(torch.uint8)
-    coarse = part("Posterize")
-    if some(coarse):
-        out[coarse] &= amount[coarse].to(torch.uint8)
-    sun = part("Solarize")
-    if some(sun):
-        out[sun] = torch.where(out[sun] >= amount[sun], ~out[sun], out[sun])
-    stretched = part("AutoContrast")
-    if some(stretched):
-        out[stretched] = _auto_contrast(out[stretched])
-    even = part("Equalize")
-    if some(even):
-        out[even] = _equalize(out[even])
+    change("ShearX", "Rotate", lambda at: _warp(out[at], matrix[:, at], fill))
+    change("Color", "Contrast", lambda at: _grey(out[at]), faded)
+    change("Contrast", "Contrast", lambda at: _mean(faded[at]), faded)
+    change("Sharpness", "Sharpness", lambda at: _smooth(out[at]), faded)
+    change("Brightness", "Sharpness", lambda at: _blend(out[at], faded[at], amount[at]))
+    change("Posterize", "Posterize", lambda at: out[at] & amount[at].to(torch.uint8))
+    change("Solarize", "Solarize", lambda at: torch.where(out[at] >= amount[at], ~out[at], out[at]))
+    change("AutoContrast", "AutoContrast", lambda at: _auto_contrast(out[at]))
+    change("Equalize", "Equalize", lambda at: _equalize(out[at]))
     return out.index_select(0, back)
 
 
@@ -222,10 +198,17 @@ def _warp(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
     return torch.where(inside[..., None], found, fill)
 
 
+def _blend(images: Tensor, faded: Tensor, factor: Tensor) -> Tensor:
+    """faded + factor·(images − faded), in PIL's order: an image that equals its faded self stays as it is."""
+    return (images - faded).mul_(factor).add_(faded).clamp_(0, 255).to(torch.uint8)
+
+
 def _grey(images: Tensor) -> Tensor:
     """float32 [B, H, W, 1] of whole numbers."""
-    weights = [images[..., c].float().mul_(weight) for c, weight in enumerate(GREY)]
-    return weights[0].add_(weights[1]).add_(weights[2]).add_(FIXED / 2).div_(FIXED).floor_()[..., None]
+    if images.shape[3] == 1:
+        return images.float()
+    red, green, blue = (images[..., c].float().mul_(weight) for c, weight in enumerate(GREY))
+    return red.add_(green).add_(blue).add_(FIXED / 2).div_(FIXED).floor_()[..., None]
 
 
 def _mean(grey: Tensor) -> Tensor:
