@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearsight.ops import launching
 from nearsight.ops.dispatch import exporting
 
 __all__ = [
@@ -101,7 +102,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if _compiling.get():
         kernel.warmup(*arguments, grid=grid, **constants)
     else:
-        kernel[grid](*arguments, **constants)
+        launching.launch(kernel, grid, arguments, constants)
 
 
 def compile_together(key: Hashable, launches: Callable[[], None]) -> None:

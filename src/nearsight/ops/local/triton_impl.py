@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nearsight.ops.dispatch import full_precision
+from nearsight.ops.launching import replayed
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.sums import add_rows
 from nearsight.ops.triton_support import INTERPRETED, common_refusal, dot_precision, next_power_of_two
+from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Geometry", "geometry", "refusal", "run", "run_projected"]
 
@@ -297,7 +300,9 @@ def _attend(
     launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "forward")
     with torch.cuda.device_of(q):
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
-        kernels.forward[launch.grid](
+        launch_kernel(
+            kernels.forward,
+            launch.grid,
             *(q, key, value, out, lse, _dense(rel_row), _dense(rel_col), _bytes(key_mask)),
             **launch.runtime,
             scale_log2=scale * math.log2(math.e),
@@ -386,7 +391,9 @@ def _walk(
     shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
     dv_share = torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else torch.empty_like(dv_share)
-    kernels.backward[launch.grid](
+    launch_kernel(
+        kernels.backward,
+        launch.grid,
         *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
         **use,
         **numbers,
@@ -397,7 +404,9 @@ def _walk(
     channels = heads * dim
     padded = next_power_of_two(channels)
     pixels = max(1, 4096 // padded)
-    kernels.merge[(_ceil(height * width, pixels), batch)](
+    launch_kernel(
+        kernels.merge,
+        (_ceil(height * width, pixels), batch),
         dk_share,
         dv_share,
         dv if dk is None else dk,
@@ -430,7 +439,9 @@ def _two_passes(
 
     dq, dk, dv = into
     delta = torch.empty(dq.shape[:-1], dtype=torch.float32, device=dq.device)
-    tall_kernels.backward_queries[queries.grid](
+    launch_kernel(
+        tall_kernels.backward_queries,
+        queries.grid,
         *(t.q, t.k, t.v, t.out, t.grad, t.lse, delta, dq, partial, t.row, t.col, t.mask),
         **queries.runtime,
         **numbers,
@@ -438,7 +449,9 @@ def _two_passes(
         ZEROS=zeros,
         **queries.constants,
     )
-    tall_kernels.backward_keys[keys.grid](
+    launch_kernel(
+        tall_kernels.backward_keys,
+        keys.grid,
         *(t.q, t.k, t.v, t.grad, t.lse, delta, dv if dk is None else dk, dv, t.row, t.col, t.mask),
         **keys.runtime,
         **numbers,
@@ -454,7 +467,9 @@ def _sum_relative(
     fixed, heads = launch.constants, launch.runtime["heads"]
     summed = add_rows(partial, 16)
     either = drow if drow is not None else dcol
-    kernels.finish_relative[(fixed["KW"] + fixed["KH"],)](
+    launch_kernel(
+        kernels.finish_relative,
+        (fixed["KW"] + fixed["KH"],),
         summed,
         either if drow is None else drow,
         either if dcol is None else dcol,
@@ -471,6 +486,7 @@ def _sum_relative(
 
 
 @torch.library.custom_op("nearsight::local_attention_triton", mutates_args=())
+@replayed
 def _forward_op(
     q: Tensor,
     k: Tensor | None,
@@ -492,6 +508,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("nearsight::local_attention_triton_backward", mutates_args=())
+@replayed
 def _backward_op(
     grad: Tensor,
     q: Tensor,
@@ -551,6 +568,7 @@ def _unpack(packed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 @torch.library.custom_op("nearsight::local_attention_projected_triton", mutates_args=())
+@replayed
 def _projected_forward_op(
     packed: Tensor,
     pixels: Tensor,
@@ -590,8 +608,27 @@ def _projected_backward_op(
     scale: float,
 ) -> list[Tensor]:
     """d packed, then d rel_row and d rel_col where those inputs exist."""
-    with torch.autocast(grad.device.type, enabled=False):
-        packed = F.linear(pixels, weight, bias).unflatten(-1, (-1, *out.shape[3:])).unflatten(1, out.shape[1:3])
+    with full_precision(grad):
+        packed = F.linear(pixels, weight, bias)
+    return _packed_gradients(grad, packed, rel_row, rel_col, key_mask, out, lse, window, dilation, zeros, scale)
+
+
+@replayed
+def _packed_gradients(
+    grad: Tensor,
+    packed: Tensor,
+    rel_row: Tensor | None,
+    rel_col: Tensor | None,
+    key_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: list[int],
+    dilation: list[int],
+    zeros: bool,
+    scale: float,
+) -> list[Tensor]:
+    """The same, of q, k and v as their product leaves them, [B, H·W, 3 or 2·heads·D]."""
+    packed = packed.unflatten(-1, (-1, *out.shape[3:])).unflatten(1, out.shape[1:3])
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     q, k, v = _unpack(packed)
     into = _unpack(dpacked)

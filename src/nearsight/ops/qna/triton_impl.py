@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearsight.ops.launching import replayed
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
@@ -273,6 +274,7 @@ def launch_backward(
 
 
 @torch.library.custom_op("nearsight::qna_triton", mutates_args=())
+@replayed
 def _forward(
     scores: Tensor,
     values: Tensor,
@@ -360,6 +362,7 @@ def _problem(
 
 
 @torch.library.custom_op("nearsight::qna_triton_backward", mutates_args=())
+@replayed
 def _backward(
     grad: Tensor,
     scores: Tensor,

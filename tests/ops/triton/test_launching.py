@@ -1,0 +1,179 @@
+"""Replayed launches: the same bits as launches by Triton, whatever memory the next call's tensors have."""
+
+import contextlib
+import ctypes
+import types
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from nearsight.ops import explicit_attention, launching, local_attention, local_attention_projected, qna
+from tests.ops.triton.interpreter import interpreted
+
+FLOAT, BFLOAT = torch.float32, torch.bfloat16
+
+
+class Compiled:
+    """An interpreted kernel as a replay runs it: given addresses."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel, arguments):
+        self.kernel, self.kinds = kernel, [getattr(a, "base", a) for a in arguments]
+
+    def run(self, *arguments):
+        grid, arguments = arguments[:3], arguments[9:]
+        found = [self._tensor(i, a) for i, a in enumerate(arguments)]
+        self.kernel[grid](*found)
+
+    def _tensor(self, i, value):
+        if i >= len(self.kinds) or not isinstance(self.kinds[i], torch.Tensor):
+            return value
+        if isinstance(value, int):
+            return like(self.kinds[i], value)
+        value.base = like(self.kinds[i], value.base.data_ptr()).as_strided(value.shape, value.strides)
+        return value
+
+
+def like(tensor, address):
+    """What lies at an address, of the dtype and as long as `tensor`'s memory."""
+    size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    found = (ctypes.c_uint8 * size).from_address(address) if size else bytearray(8)
+    return torch.frombuffer(found, dtype=torch.uint8).view(tensor.dtype)
+
+
+@contextlib.contextmanager
+def recorded():
+    """Interpreted kernels are recorded and replayed, too. Gives the list of kernels that were not replayed."""
+    launched = []
+
+    def launch(kernel, grid, arguments, constants):
+        with _disable_current_modes():  # the interpreter calls torch
+            kernel[grid](*arguments, **constants)
+        launched.append(kernel.fn.__name__)
+        if (recorder := launching._recorder.get()) is not None:
+            recorder.add(kernel, Compiled(kernel, arguments), grid, arguments, constants)
+
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    runtime = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    with (
+        mock.patch.object(launching, "launch", launch),
+        mock.patch.object(launching, "_can_replay", return_value=True),
+        mock.patch.object(launching, "_triton", return_value=(types.SimpleNamespace(active=active), runtime)),
+    ):
+        yield launched
+
+
+def results(op, inputs, **options):
+    """The output and every gradient."""
+    leaves = [t.detach().clone().requires_grad_() if t is not None and t.is_floating_point() else t for t in inputs]
+    out = op(*leaves, **options, backend="triton")
+    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
+    return [out, *(t.grad for t in leaves if t is not None and t.requires_grad)]
+
+
+def compare(op, make, replays=True, **options):
+    """Pairs of calls on other numbers each time: the first ever only runs, the second is recorded, the rest are replayed."""
+    with recorded() as launched:
+        for turn in range(3):
+            torch.manual_seed(turn)
+            inputs = make()
+            with launching.without_replays():
+                wanted = results(op, inputs, **options)
+            launched.clear()
+            for got, want in zip(results(op, inputs, **options), wanted, strict=True):
+                assert torch.equal(got, want), f"call {turn}"
+            assert bool(launched) == (turn == 0 or not replays), f"call {turn}"
+
+
+@interpreted
+@pytest.mark.parametrize(("size", "dtype"), [((5, 7), BFLOAT), ((17, 20), BFLOAT), ((35, 20), FLOAT)], ids=str)
+def test_explicit(size, dtype):
+    def op(values, radius, **options):
+        return explicit_attention(values, radius=radius, kind="gaussian", **options)
+
+    compare(op, lambda: (torch.randn(1, *size, 4).to(dtype), torch.rand(2) + 0.2))
+
+
+@interpreted
+@pytest.mark.parametrize("stride", [1, 2])
+def test_qna(stride):
+    def op(scores, values, bias, scale, mask, **options):
+        return qna(scores, values, position_bias=bias, tap_scale=scale, key_mask=mask, window=3, **options)
+
+    def make():
+        tables = torch.randn(2, 3, 3, 1, 2)
+        return torch.randn(1, 3, 4, 1, 2), torch.randn(1, 3, 4, 2, 8).to(BFLOAT), *tables, torch.rand(1, 3, 4) < 0.8
+
+    compare(op, make, stride=stride)
+
+
+def attend(q, k, v, rel_row, rel_col, mask, **options):
+    return local_attention(q, k, v, rel_row=rel_row, rel_col=rel_col, key_mask=mask, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [(3, 5), (12, 1)], ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "content"), [(FLOAT, 6, True), (BFLOAT, 8, True), (BFLOAT, 16, False)])
+def test_local(window, dtype, dim, content):
+    def make():
+        q, k, v = torch.randn(3, 1, 5, 6, 2, dim).to(dtype)
+        rows, columns = (torch.randn(n, dim // 2).to(dtype) for n in window)
+        return q, k if content else None, v, rows, columns, torch.rand(1, 5, 6) < 0.8
+
+    compare(attend, make, window=window)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
+def test_local_projected(dtype):
+    def op(pixels, weight, bias, rel_row, **options):
+        return local_attention_projected(pixels, weight, bias, rel_row=rel_row, num_heads=2, window=3, **options)
+
+    def make():
+        sizes = (1, 5, 6, 4), (3 * 2 * 8, 4), (3 * 2 * 8,), (3, 4)
+        return [torch.randn(size).to(dtype) for size in sizes]
+
+    compare(op, make)
+
+
+@interpreted
+def test_slices_of_one_tensor_and_tensors_of_their_own():
+    """What a call's tensors share is no part of its class: recorded with slices, replayed without, and back."""
+    with recorded() as launched:
+        for turn in range(4):
+            packed = torch.randn(1, 5, 6, 3, 2, 8)
+            slices = packed.unbind(3)
+            if turn == 3:
+                slices = [torch.randn(packed.shape).unbind(3)[i] for i in range(3)]
+            launched.clear()
+            got = local_attention(*slices, window=3, backend="triton")
+            assert bool(launched) == (turn < 2)
+            with launching.without_replays():
+                assert torch.equal(got, local_attention(*slices, window=3, backend="triton"))
+
+
+@interpreted
+def test_one_tensor_given_twice_is_not_recorded():
+    with recorded() as launched:
+        for _ in range(3):
+            x = torch.randn(1, 4, 3, 1, 8)
+            launched.clear()
+            got = local_attention(x, x, x, window=3, backend="triton")
+            assert launched == ["forward"]
+            with launching.without_replays():
+                assert torch.equal(got, local_attention(x, x, x, window=3, backend="triton"))
+
+
+@interpreted
+def test_a_profiler_sees_triton_launch():
+    make = lambda: torch.randn(1, 4, 3, 2)  # noqa: E731
+    with recorded() as launched:
+        for _ in range(3):
+            explicit_attention(make(), kind="gaussian", radius=0.5, backend="triton")
+        assert len(launched) == 2
+        launching._triton()[1].launch_enter_hook = print
+        explicit_attention(make(), kind="gaussian", radius=0.5, backend="triton")
+        assert len(launched) == 3
