@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nearsight.ops.explicit import axes, nodes, problem, whole
 from nearsight.ops.explicit.call import SEPARABLE_KINDS, ExplicitCall
+from nearsight.ops.launching import replayed
 from nearsight.ops.triton_support import common_refusal, compile_together, launch, meta_like
 
 __all__ = ["refusal", "run"]
@@ -72,6 +73,7 @@ def _tables(p: problem.Problem, buffer: Tensor) -> _Tables:
 
 
 @torch.library.custom_op("nearsight::explicit_triton", mutates_args=())
+@replayed
 def _forward(
     values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float, want_radius: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +134,7 @@ def _empty_outputs(
 
 
 @torch.library.custom_op("nearsight::explicit_triton_backward", mutates_args=())
+@replayed
 def _backward(
     grad: Tensor,
     values: Tensor,
