@@ -106,7 +106,8 @@ def test_images_keep_their_places(count: int) -> None:
     assert got.shape == images.shape
     assert torch.equal(images, before)
     for i in range(count):
-        assert torch.equal(got[i : i + 1], apply_policy(images[i : i + 1], policy.share(i, 1), FILL)), i
+        alone = apply_policy(images[i : i + 1], Policy(*(t[i : i + 1] for t in policy)), FILL)
+        assert torch.equal(got[i : i + 1], alone), i
 
 
 def test_colour_is_the_identity_on_grey() -> None:
@@ -187,14 +188,30 @@ def test_it_keeps_images_on_the_device_and_evaluation_as_it_is() -> None:
 
 
 def test_every_batch_has_its_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Policy] = []
-    monkeypatch.setattr(
-        "nearsight.train.data.batches.draw_policy", lambda *a: drawn.append(draw_policy(*a)) or drawn[-1]
-    )
-    data = batches(settings(batch_size=600))
+    seen: list[torch.Tensor] = []
+
+    def spy(images: torch.Tensor, policy: Policy, fill: torch.Tensor) -> torch.Tensor:
+        assert len(images) == len(policy.operation)
+        seen.extend(policy.operation.split(67))
+        return images
+
+    monkeypatch.setattr("nearsight.train.data.batches.apply_policy", spy)
+    data = batches(settings(batch_size=67))
     for epoch in (0, 1):
-        list(data.epoch(epoch))
-    assert len({tuple(policy.operation.tolist()) for policy in drawn}) == 4
+        assert len(list(data.epoch(epoch))) == 20
+    assert len({tuple(operation.tolist()) for operation in seen}) == 40
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_batches_changed_together_are_the_same(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Erasing, drawn after it from each batch's generator, included."""
+    data = settings(augment={"crop": "pad", "flip": 0.5, "auto": "trivial", "cutout": 3, "erase": 0.5})
+    many = [batch.images for batch in batches(data).epoch(0)]
+    monkeypatch.setattr("nearsight.train.data.batches.POLICY_BATCHES", together)
+    few = [batch.images for batch in batches(data).epoch(0)]
+    assert all(torch.equal(a, b) for a, b in zip(many, few, strict=True))
+    monkeypatch.setattr("nearsight.train.data.batches.POLICY_BYTES", 0)  # batches above it go one by one
+    assert batches(data).together == 1
 
 
 @pytest.mark.parametrize("on_device", [True, False])

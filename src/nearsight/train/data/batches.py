@@ -20,7 +20,7 @@ from nearsight.train.data import augment
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.decoded import eval_transform, materialise, train_transform
 from nearsight.train.data.images import BadImageError, refuse_bad
-from nearsight.train.data.policy import apply_policy, draw_policy, fill_of
+from nearsight.train.data.policy import Policy, apply_policy, draw_policy, fill_of
 from nearsight.train.data.sources import Source, Split
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
 
 # Above this, "auto" leaves images where they are.
 ON_DEVICE_BYTES = 4 << 30
+# A policy's hundred launches serve up to this many batches, of up to so many bytes.
+POLICY_BATCHES, POLICY_BYTES = 8, 16 << 20
 
 
 class Where(NamedTuple):
@@ -148,6 +150,9 @@ class OnDeviceBatches:
         self.batch_size = batch_size_of(data, training)
         self.batches = count_batches(len(labels), self.batch_size, where, training)
         self.images = self.batches * self.batch_size * where.world if training else len(labels)
+        self.trivial = training and data.augment.trivial
+        fit = POLICY_BYTES // (self.batch_size * pixels[0].numel())
+        self.together = max(1, min(POLICY_BATCHES, fit)) if self.trivial else 1
 
     def __len__(self) -> int:
         return self.batches
@@ -155,26 +160,37 @@ class OnDeviceBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         order = seed_of(self.seed, epoch) if self.training else None
         indices = plan(len(self.labels), self.batch_size, self.where, order=order).to(self.where.device)
-        generator = torch.Generator(self.where.device)
-        for number in range(start, len(indices)):
-            which = indices[number]
-            choice = None
-            if self.training:
-                generator.manual_seed(seed_of(self.seed, epoch, number))
-                everybody = augment.draw(self.augment, self.batch_size * self.where.world, self.size, generator)
-                choice = everybody.share(self.where.rank, self.batch_size)
-            valid = None if self.training else which >= 0
-            pixels = augment.gather(self.pixels, which, self.size, choice)
-            if self.training and self.augment.trivial:
-                pixels = self._trivial(pixels, epoch, number)
-            images = self.finish(pixels, choice, generator if self.training else None)
-            yield Batch(images, self.labels[which], valid)
+        generators = [torch.Generator(self.where.device) for _ in range(self.together)]
+        policy = self._policy(epoch) if self.trivial else None
+        for first in range(start, len(indices), self.together):
+            group = indices[first : first + self.together]
+            choices = [
+                self._draw(seed_of(self.seed, epoch, first + n), generators[n]) if self.training else None
+                for n in range(len(group))
+            ]
+            read = [
+                augment.gather(self.pixels, which, self.size, choice)
+                for which, choice in zip(group, choices, strict=True)
+            ]
+            if policy is not None:
+                mine = Policy(*(t[first : first + len(group)].flatten() for t in policy))
+                read = list(apply_policy(torch.cat(read), mine, self.fill).split(self.batch_size))
+            for which, choice, pixels, generator in zip(group, choices, read, generators, strict=False):
+                images = self.finish(pixels, choice, generator if self.training else None)
+                yield Batch(images, self.labels[which], None if self.training else which >= 0)
 
-    def _trivial(self, pixels: Tensor, epoch: int, number: int) -> Tensor:
+    def _draw(self, seed: int, generator: torch.Generator) -> augment.Draw:
+        generator.manual_seed(seed)
+        everybody = augment.draw(self.augment, self.batch_size * self.where.world, self.size, generator)
+        return everybody.share(self.where.rank, self.batch_size)
+
+    def _policy(self, epoch: int) -> Policy:
+        """This process's share of an epoch's policy, [batches, batch]."""
         # A stream of its own: the other draws are the same with it and without.
-        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, number, 1))
-        everybody = draw_policy(self.batch_size * self.where.world, self.size, generator)
-        return apply_policy(pixels, everybody.share(self.where.rank, self.batch_size), self.fill)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, 0, 1))
+        everybody = draw_policy(self.batches * self.where.world * self.batch_size, self.size, generator)
+        shape = (self.batches, self.where.world, self.batch_size)
+        return Policy(*(t.view(shape)[:, self.where.rank] for t in everybody))
 
 
 def read_good(split: Any, index: int, training: bool) -> tuple[Any | None, list[tuple[str, str]]]:

@@ -70,13 +70,10 @@ def space(size: tuple[int, int]) -> dict[str, tuple[Tensor, bool]]:
 
 
 class Policy(NamedTuple):
-    """One batch's operations and signed magnitudes, each [B], on the host."""
+    """Operations (numbers in OPERATIONS) and signed magnitudes of images, each [B], on the host."""
 
     operation: Tensor
     magnitude: Tensor
-
-    def share(self, rank: int, batch: int) -> Policy:
-        return Policy(*(t[rank * batch : (rank + 1) * batch] for t in self))
 
 
 def draw_policy(count: int, size: tuple[int, int], generator: torch.Generator) -> Policy:
