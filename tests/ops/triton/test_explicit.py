@@ -73,6 +73,14 @@ def test_wide_and_narrow_heads_of_one_call(dtype, offset, mask, size):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
+@pytest.mark.parametrize(("heads", "channels"), [(2, 64), (1, 40), (2, 50)])
+def test_many_channels_between_the_nodes(dtype, heads, channels):
+    """One program for all channels of a head, several, and a last one with channels to spare."""
+    compare(make(dtype, size=(18, 7), batch=1, channels=channels, heads=heads, mask=0.8 if heads == 2 else None))
+
+
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 def test_maps_beyond_one_tile(dtype):

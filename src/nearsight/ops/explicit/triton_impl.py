@@ -124,7 +124,7 @@ def _empty_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_nodes, of_axes = _specs(values, radius, key_mask, gaussian, offset)
     sloped = want_radius and of_nodes
-    shape = nodes.slopes_shape(values.shape[0], values.shape[3] * values.shape[4]) if sloped else [0]
+    shape = nodes.slopes_shape(values) if sloped else [0]
     words = sum(spec.words for spec in of_nodes + of_axes)
     return (
         values.new_empty(values.shape),

@@ -54,8 +54,10 @@ def least_radius(p: Problem) -> float:
     return 0.3 if p.values.dtype == torch.float32 else 0.2
 
 
-def slopes_shape(batch: int, channels: int) -> list[int]:
-    return [batch, NODES * NODES, channels]
+def slopes_shape(values: Tensor) -> list[int]:
+    """Of values [B, H, W, heads, D]: as many numbers as there are nodes for every program of the forward and its channels."""
+    channels = _channels(values.shape[4], values.dtype)
+    return [values.shape[0] * values.shape[3] * -(-values.shape[4] // channels), NODES * NODES, channels]
 
 
 class Tables(NamedTuple):
@@ -114,26 +116,26 @@ def prepare(p: Problem, tables: Tables) -> None:
         )
 
 
-def _tile(p: Problem) -> Tile:
-    return FULL if p.values.dtype == torch.float32 else HALF
+def _tile(dtype: torch.dtype) -> Tile:
+    return FULL if dtype == torch.float32 else HALF
 
 
-def _channels(p: Problem) -> int:
-    return min(next_power_of_two(p.per_head), _tile(p).channels)
+def _channels(per_head: int, dtype: torch.dtype) -> int:
+    return min(next_power_of_two(per_head), _tile(dtype).channels)
 
 
 def share_count(p: Problem) -> int:
     """Shares of a head's radius' gradient that the backward leaves: one a program."""
-    return p.batch * -(-p.per_head // _channels(p))
+    return p.batch * -(-p.per_head // _channels(p.per_head, p.values.dtype))
 
 
 def _constants(p: Problem, tables: Tables) -> dict[str, Any]:
-    tile = _tile(p)
+    tile = _tile(p.values.dtype)
     constants = {
         "HEADS": p.heads,
         "DH": p.per_head,
         "SIDE": tables.rows.shape[3],
-        "CB": _channels(p),
+        "CB": _channels(p.per_head, p.values.dtype),
         "PX": tile.in_columns,
         "PY": tile.in_rows,
         "EX": tile.out_columns,

@@ -111,9 +111,14 @@ def _attended(key_mask, i, j, size_i, size_j, ms_i, ms_j):
 
 @triton.jit
 def _per_channel(x, CB: tl.constexpr):
-    """The sum over the nodes of [r, r·CB], for each column: [r·CB]."""
-    x = tl.sum(tl.reshape(tl.sum(x, axis=0), [16, CB]), axis=0)
-    return tl.reshape(tl.broadcast_to(x[None, :], [16, CB]), [16 * CB])
+    """The sum over the nodes of [r, r·CB]: [CB]."""
+    return tl.sum(tl.sum(tl.reshape(x, [16, 16, CB]), axis=1), axis=0)
+
+
+@triton.jit
+def _repeat(x, TIMES: tl.constexpr, CB: tl.constexpr):
+    """[CB], one after the other: [TIMES·CB]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], [TIMES, CB]), [TIMES * CB])
 
 
 @triton.jit
@@ -127,6 +132,12 @@ def _place(HEADS: tl.constexpr, DH: tl.constexpr, CB: tl.constexpr):
 @triton.jit
 def _inverse(mass, tiny):
     return tl.where(mass > tiny, 1.0 / tl.where(mass > tiny, mass, 1.0), 0.0)
+
+
+@triton.jit
+def _reciprocal(x, PARTS: tl.constexpr):
+    """1/x of a positive x, to 22 digits where PARTS is 2: a third of a division's instructions."""
+    return 1.0 / x if PARTS == 3 else tl.rsqrt(x) * tl.rsqrt(x)
 
 
 @triton.jit
@@ -205,41 +216,68 @@ def _project(
         else:
             u = tl.dot(tl.load(at_y + 16 * SIDE), v, tl.dot(high, v, u))
         if i % steps == steps - 1:
-            along_x = _load_parts(rows + (32 + r)[:, None] * SIDE + (block * BX + k)[None, :], 16 * SIDE, PARTS)
-            result += product(along_x, _swap(u, 16, BX, CB), PARTS)
+            at_x = rows + (32 + r)[:, None] * SIDE + (block * BX + k)[None, :]
+            across = _swap(u, 16, BX, CB)
+            if rows.dtype.element_ty == tl.bfloat16:
+                x_high, x_low = tl.load(at_x), tl.load(at_x + 16 * SIDE)
+                first, second = split(across, tl.bfloat16)
+                result = tl.dot(x_high, first, tl.dot(x_high, second, tl.dot(x_low, first, result)))
+            else:
+                result = product(_load_parts(at_x, 16 * SIDE, PARTS), across, PARTS, result)
             u = tl.zeros([16, BX * CB], tl.float32)
     return result
 
 
 @triton.jit
 def _expand(
-    nodes, key_mask, columns, out, c_block, H, W, ms_y, ms_x,
+    nodes, level, key_mask, columns, out, c_block, H, W, ms_y, ms_x,
     C: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
     MASKED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write L_y X L_x' of nodes X [r along y, r along x·CB] as one image; zero where MASKED and not attended."""
+    """Write L_y X L_x' + level of nodes X [r along y, r along x·CB] and a level per channel as one image; zero where MASKED
+    and not attended.
+
+    A bfloat16 image is as exact with everything rounded to bfloat16, for X is small beside the level.
+    """
+    ROUNDED: tl.constexpr = out.dtype.element_ty == tl.bfloat16
     r, n = tl.arange(0, 16), tl.arange(0, BY * CB)
     c = c_block * CB + n % CB
+    level = _repeat(level, BY, CB)
+    if ROUNDED:
+        nodes = nodes.to(tl.bfloat16)
     for first_y in range(0, H, BY):
-        along_y = _load_parts(columns + (first_y + tl.arange(0, BY))[:, None] * 16 + r[None, :], 16 * SIDE, PARTS)
-        u = _swap(product(along_y, nodes, PARTS), BY, 16, CB)
-        u_high, u_low = split(u, tl.bfloat16)
+        at_y = columns + (first_y + tl.arange(0, BY))[:, None] * 16 + r[None, :]
+        if ROUNDED:
+            u = _swap(tl.dot(tl.load(at_y), nodes), BY, 16, CB).to(tl.bfloat16)
+        else:
+            u = _swap(product(_load_parts(at_y, 16 * SIDE, PARTS), nodes, PARTS), BY, 16, CB)
+            u_high, u_low = split(u, tl.bfloat16)
         y = first_y + n // CB
         for first_x in range(0, W, BX):
             x = first_x + tl.arange(0, BX)
             at_x = columns + (32 * SIDE) + x[:, None] * 16 + r[None, :]
             high = tl.load(at_x)
-            if PARTS == 3:
+            if ROUNDED:
+                result = tl.dot(high, u)
+            elif PARTS == 3:
                 result = product(high, u, 3)
             else:
                 low = tl.load(at_x + 16 * SIDE)
                 result = tl.dot(high, u_high, tl.dot(high, u_low, tl.dot(low, u_high)))
+            result += level[None, :]
             inside = (x < W)[:, None] & ((y < H) & (c < DH))[None, :]
             if MASKED:
                 attended = _attended(key_mask, x, first_y + tl.arange(0, BY), W, H, ms_x, ms_y)
                 result = tl.where(_per_channels(attended, BX, BY, CB), result, 0.0)
             place = out + x[:, None] * C + (y * (W * C) + c)[None, :]
             tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _outer(at_rows, at_columns):
+    """The product of two lines of r numbers: [r, r]."""
+    r = tl.arange(0, 16)
+    return tl.load(at_rows + r)[:, None] * tl.load(at_columns + r)[None, :]
 
 
 @triton.jit(do_not_specialize=["H", "W", "least"])
@@ -250,57 +288,48 @@ def forward(
     PX: tl.constexpr, PY: tl.constexpr, EX: tl.constexpr, EY: tl.constexpr,
     MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
 ):  # fmt: skip
-    """out, and slopes [B, r along x · r along y, C] = N·dX/dσ, what the backward makes the radius' gradient of."""
+    """out, and slopes [programs, r along y, r along x, CB] = N·dX/dσ, what the backward makes the radius' gradient of."""
     C: tl.constexpr = HEADS * DH
     c_block, head, batch = _place(HEADS, DH, CB)
     r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
-    c = c_block * CB + n % CB
-    at_slopes = slopes + batch * (256 * C) + head * DH + (r[:, None] + (n // CB * 16)[None, :]) * C + c[None, :]
+    at_slopes = slopes + tl.program_id(0).to(tl.int64) * (256 * CB) + r[:, None] * (16 * CB) + n[None, :]
     if tl.load(radius + head) < least:
         if WANT_RADIUS:
             # The backward's argument all the same, so no element may stay unwritten.
-            tl.store(at_slopes, tl.zeros([16, 16 * CB], tl.float32), mask=(c < DH)[None, :])
+            tl.store(at_slopes, tl.zeros([16, 16 * CB], tl.float32))
         return
     key_mask += batch * ms_b
-    # Loaded before the long loop, to be there after it.
-    between += head * PER_HEAD
-    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
-    if WANT_RADIUS:
-        slope_y, slope_x = _matrix(between + SLOPE_Y), _matrix(between + SLOPE_X)
-    if MASKED:
-        masses += (batch * HEADS + head) * PER_MASK
-        count = tl.load(masses + COUNT)
-    else:
-        count = (H * W).to(tl.float32)
-        sum_x, sum_y = tl.load(between + SUM_X + r), tl.load(between + SUM_Y + n // CB)
-        mass_y, mass_x = tl.load(between + MASS_Y + r), tl.load(between + MASS_X + n // CB)
-        if WANT_RADIUS:
-            mass_slope_y, mass_slope_x = tl.load(between + MASS_SLOPE_Y + r), tl.load(between + MASS_SLOPE_X + n // CB)
     a = _project(
         values + batch * vs_b + head * DH, key_mask, rows, c_block, H, W, vs_y, vs_x, ms_y, ms_x,
         DH, SIDE, CB, PX, PY, MASKED, PARTS,
     )  # fmt: skip
-    centre = _per_channel(a, CB) * _inverse(count, tiny)
+    between += head * PER_HEAD
     if MASKED:
-        at_nodes = masses + r[:, None] * 16 + (n // CB)[None, :]
-        a -= centre[None, :] * tl.load(masses + r[:, None] + (n // CB * 16)[None, :])
-        inverse = tl.load(at_nodes + INVERSE)
+        masses += (batch * HEADS + head) * PER_MASK
+        count = tl.load(masses + COUNT)
+        # Here, as in a, the nodes along x are the rows.
+        ones = tl.load(masses + r[:, None] + (r * 16)[None, :])
+        inverse = _matrix(masses + INVERSE)
     else:
-        a -= centre[None, :] * sum_x[:, None] * sum_y[None, :]
-        inverse = 1.0 / (mass_y[:, None] * mass_x[None, :] + offset * count)
+        count = (H * W).to(tl.float32)
+        ones = _outer(between + SUM_X, between + SUM_Y)
+        inverse = _reciprocal(_outer(between + MASS_Y, between + MASS_X) + offset * count, PARTS)
+    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
+    centre = _per_channel(a, CB) * _inverse(count, tiny)
+    a -= _repeat(centre, 16, CB)[None, :] * _per_channels(ones, 16, 16, CB)
     a_x = _swap(product(along_x, a, PARTS), 16, 16, CB)
-    if WANT_RADIUS:
-        change = product(along_y, _swap(product(slope_x, a, PARTS), 16, 16, CB), PARTS)
-        change += product(slope_y, a_x, PARTS)
-    nodes = product(along_y, a_x, PARTS) * inverse
+    nodes = product(along_y, a_x, PARTS) * _per_channels(inverse, 16, 16, CB)
     if WANT_RADIUS:
         if MASKED:
-            slope = tl.load(at_nodes + MASS_SLOPE)
+            slope = _matrix(masses + MASS_SLOPE)
         else:
-            slope = mass_slope_y[:, None] * mass_x[None, :] + mass_y[:, None] * mass_slope_x[None, :]
-        tl.store(at_slopes, change - slope * nodes, mask=(c < DH)[None, :])
+            slope = _outer(between + MASS_SLOPE_Y, between + MASS_X) + _outer(between + MASS_Y, between + MASS_SLOPE_X)
+        change = product(_matrix(between + SLOPE_Y), a_x, PARTS)
+        across = _swap(product(_matrix(between + SLOPE_X), a, PARTS), 16, 16, CB)
+        change = product(along_y, across, PARTS, change)
+        tl.store(at_slopes, change - _per_channels(slope, 16, 16, CB) * nodes)
     _expand(
-        nodes + centre[None, :], key_mask, columns, out + batch * H * W * C + head * DH, c_block, H, W, ms_y, ms_x,
+        nodes, centre, key_mask, columns, out + batch * H * W * C + head * DH, c_block, H, W, ms_y, ms_x,
         C, DH, SIDE, CB, EX, EY, False, PARTS,
     )  # fmt: skip
 
@@ -320,31 +349,29 @@ def backward(
     if tl.load(radius + head) < least:
         return
     r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
-    c = c_block * CB + n % CB
     key_mask += batch * ms_b
-    between += head * PER_HEAD
-    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
-    if not MASKED:
-        mass_x, mass_y = tl.load(between + MASS_X + r), tl.load(between + MASS_Y + n // CB)
     d = _project(
         grad + batch * gs_b + head * DH, key_mask, rows, c_block, H, W, gs_y, gs_x, ms_y, ms_x,
         DH, SIDE, CB, PX, PY, False, PARTS,
     )  # fmt: skip
     if WANT_RADIUS:
-        place = slopes + batch * (256 * C) + head * DH + (r[:, None] * 16 + (n // CB)[None, :]) * C + c[None, :]
-        slope = tl.load(place, mask=(c < DH)[None, :], other=0.0)
+        place = r[:, None] * CB + (n // CB * (16 * CB) + n % CB)[None, :]
+        slope = tl.load(slopes + tl.program_id(0).to(tl.int64) * (256 * CB) + place)
+    between += head * PER_HEAD
     # Here the nodes along x are the rows.
     if MASKED:
-        masses += (batch * HEADS + head) * PER_MASK + INVERSE
-        d *= tl.load(masses + r[:, None] + (n // CB * 16)[None, :])
+        inverse = tl.load(masses + (batch * HEADS + head) * PER_MASK + INVERSE + r[:, None] + (r * 16)[None, :])
     else:
-        d *= 1.0 / (mass_x[:, None] * mass_y[None, :] + offset * (H * W).to(tl.float32))
+        mass = _outer(between + MASS_X, between + MASS_Y) + offset * (H * W).to(tl.float32)
+        inverse = _reciprocal(mass, PARTS)
+    along_y, along_x = _matrix(between + K_Y), _matrix(between + K_X)
+    d *= _per_channels(inverse, 16, 16, CB)
     total = offset * _per_channel(d, CB)
     if WANT_RADIUS:
         share = tl.sum(tl.sum(d * slope, axis=1), axis=0)
         tl.store(shares + head * (tl.num_programs(0) // HEADS) + batch * c_blocks + c_block, share)
-    nodes = product(along_y, _swap(product(along_x, d, PARTS), 16, 16, CB), PARTS) + total[None, :]
+    nodes = product(along_y, _swap(product(along_x, d, PARTS), 16, 16, CB), PARTS)
     _expand(
-        nodes, key_mask, columns, dvalues + batch * H * W * C + head * DH, c_block, H, W, ms_y, ms_x,
+        nodes, total, key_mask, columns, dvalues + batch * H * W * C + head * DH, c_block, H, W, ms_y, ms_x,
         C, DH, SIDE, CB, EX, EY, MASKED, PARTS,
     )  # fmt: skip
