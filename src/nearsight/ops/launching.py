@@ -29,7 +29,6 @@ Result = TypeVar("Result", bound="Tensor | tuple[Tensor, ...] | list[Tensor]")
 MOST_KEPT = 10_000
 ALIGNMENT = 512  # of the temporary tensors, as torch allocates them
 
-_allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("nearsight_replays", default=True)
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("nearsight_recorder", default=None)
 
 
@@ -41,14 +40,20 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constan
         recorder.add(kernel, compiled, grid, arguments, constants)
 
 
+class _Replays:
+    """One switch for all threads: autograd has its own."""
+
+    on = True
+
+
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Nothing is recorded or replayed in this context: every call is launched by Triton."""
-    token = _allowed.set(False)
+    """Nothing is recorded or replayed meanwhile, in any thread: every call is launched by Triton."""
+    before, _Replays.on = _Replays.on, False
     try:
         yield
     finally:
-        _allowed.reset(token)
+        _Replays.on = before
 
 
 class _Seen(Enum):
@@ -71,10 +76,10 @@ def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
     def run(*arguments: Any) -> Any:
         key, tensors, pointers = _class_of(arguments)
         call = calls.get(key)
-        if isinstance(call, _Replay) and _allowed.get() and not _watched():
+        if isinstance(call, _Replay) and _Replays.on and not _watched():
             return call.run(tensors[0].device, pointers)
         with torch.cuda.device_of(tensors[0]):
-            if call is _Seen.ONCE and _allowed.get():
+            if call is _Seen.ONCE and _Replays.on:
                 recorder = _Recorder(tensors)
                 result = recorder.run(function, arguments)
                 calls[key] = recorder.replay(result)
