@@ -102,7 +102,8 @@ def _class_of(arguments: Sequence[Any]) -> tuple[Hashable, list[Tensor], list[in
             pointer = argument.data_ptr()
             tensors.append(argument)
             pointers.append(pointer)
-            key += (argument.shape, argument.stride(), argument.dtype, pointer % 16)
+            # Last, the first tensor that begins here: of two that do, a launch may mean either.
+            key += (argument.shape, argument.stride(), argument.dtype, pointer % 16, pointers.index(pointer))
         elif isinstance(argument, list):
             key.append(tuple(argument))
         else:
@@ -285,7 +286,7 @@ class _Recorder(TorchDispatchMode):
         return _Replay(size, zeros, allocations, kind, launches)
 
     def _place(self, found: dict[int, tuple[int, int]], argument: int, value: Any) -> _Place | None:
-        """Where to find an argument's pointer in the next call; None where two of the call's tensors may be meant."""
+        """Where to find an argument's pointer in the next call; None where several of the call's tensors may hold it."""
         tensor, descriptor = (value, None) if isinstance(value, Tensor) else (value.base, value)
         pointer, storage = tensor.data_ptr(), _storage(tensor)
         if tensor.untyped_storage().nbytes() == 0:
@@ -296,7 +297,7 @@ class _Recorder(TorchDispatchMode):
         near = [i for i, t in enumerate(self.tensors) if _storage(t) == storage]
         if len(near) > 1:
             near = [i for i in near if self.tensors[i].data_ptr() == pointer]
-        if len(near) != 1:
+        if not near:
             return None
         return _Place(argument, near[0], pointer - self.tensors[near[0]].data_ptr(), descriptor)
 
