@@ -188,3 +188,40 @@ def test_all_launches_are_seen():
     files = [file for part in ("local", "qna", "explicit", "sums") for file in (folder / part).rglob("*.py")]
     past = [str(file) for file in files if re.search(r"kernels\.\w+\[", file.read_text())]
     assert not past
+
+
+def test_what_a_class_is():
+    def key(tensor, *rest):
+        return launching._class_of((tensor, None, *rest))[0]
+
+    memory = torch.zeros(200)
+    plain = key(memory[:24].view(4, 6), [3, 5], 1.0)
+    assert plain == key(torch.ones(4, 6), [3, 5], 1.0)
+    others = [
+        key(memory[1:25].view(4, 6), [3, 5], 1.0),  # begins elsewhere within 16 bytes
+        key(memory[:24].view(6, 4), [3, 5], 1.0),
+        key(memory[:24].view(6, 4).T, [3, 5], 1.0),
+        key(memory.bfloat16()[:24].view(4, 6), [3, 5], 1.0),
+        key(memory[:24].view(4, 6), [5, 3], 1.0),
+        key(memory[:24].view(4, 6), [3, 5], 0.5),
+    ]
+    assert len({plain, *others}) == 7
+
+
+def test_the_launcher_gets_what_triton_gives_it(driver):
+    from nearsight.ops.sums import add_rows
+
+    given = []
+    driver.launcher_cls = lambda *_: lambda *arguments: given.append(arguments)
+    add = launching.replayed(add_rows)
+    shares = torch.ones(5, 3)
+    sums = [add(shares, 2) for _ in range(3)]
+    plain, _, replayed = given
+    hooks = slice(6, 9)
+    assert replayed[hooks] == (None, None, None)
+    for out, call in ((sums[0], plain), (sums[2], replayed)):
+        tensors = call[9:11]
+        assert [getattr(t, "data_ptr", lambda t=t: t)() for t in tensors] == [shares.data_ptr(), out.data_ptr()]
+    assert plain[:6] + plain[11:] == replayed[:6] + replayed[11:]
+    assert sums[2].shape == sums[0].shape
+    assert sums[2].dtype == sums[0].dtype
