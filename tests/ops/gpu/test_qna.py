@@ -70,15 +70,25 @@ def test_up_sampling(queries):
     compare(make(torch.bfloat16, (33, 20), 4, 8, (3, 3), queries=queries), 3, combine="stack")
 
 
+@pytest.mark.parametrize("window", [(3, 3), (7, 5)])
+@pytest.mark.parametrize("spread", [25.0, 1e4])
+def test_scores_that_no_common_reference_can_hold(window, spread):
+    """Some windows of a thread by exponentials once per pixel, the others from their own maximum."""
+    inputs = make(torch.bfloat16, (39, 37), 8, 8, window)
+    inputs["scores"][:, ::2] *= spread
+    compare(inputs, window)
+
+
 def step(inputs, window=3):
     leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
     out = qna(**leaves, window=window, backend="triton")
     return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
 
 
-def test_two_runs_agree_to_the_bit():
-    inputs = make(torch.bfloat16, (56, 56), 8, 8, (3, 3), batch=32)
-    for one, two in zip(step(inputs), step(inputs), strict=True):
+@pytest.mark.parametrize("window", [3, 7])
+def test_two_runs_agree_to_the_bit(window):
+    inputs = make(torch.bfloat16, (56, 56), 8, 8, (window, window), batch=32)
+    for one, two in zip(step(inputs, window), step(inputs, window), strict=True):
         assert torch.equal(one, two)
 
 
@@ -137,10 +147,10 @@ def test_opcheck():
 def test_chosen_on_its_own_and_compiled_once_per_class():
     """One compilation for all image sizes and head counts."""
     from nearsight.ops import backends
-    from nearsight.ops.qna import gradient_kernels, kernels
+    from nearsight.ops.qna import delta_kernels, gradient_kernels, kernels
 
     def compiled_kernels():
-        each = (kernels.pack, kernels.forward, kernels.delta, gradient_kernels.backward)
+        each = (kernels.pack, kernels.forward, delta_kernels.delta, gradient_kernels.backward)
         return sum(len(cache[0]) for kernel in each for cache in kernel.device_caches.values())
 
     first = make(torch.bfloat16, (16, 16), 8, 8, (3, 3))

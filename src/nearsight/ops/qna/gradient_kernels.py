@@ -14,6 +14,7 @@ from nearsight.ops.qna.lanes import (
     clamp,
     filled,
     for_next_turn,
+    image,
     inside,
     lane_mask,
     lanes,
@@ -34,9 +35,10 @@ __all__ = ["backward"]
 
 @triton.jit
 def _scatter_taps(
-    dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, first: tl.constexpr, q0, ox, OH, OW,
+    dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first: tl.constexpr, q0, ox, OH, OW,
     KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QLOW: tl.constexpr, QROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
+    HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """The body of `_scatter_column`'s loop."""
     per: tl.constexpr = L if STACK else 1
@@ -45,6 +47,9 @@ def _scatter_taps(
     group: tl.constexpr = (BIASED + SCALED) * L
     b = load_table(table_at, BIASED, 0, KH, L, group)
     w = load_table(table_at, SCALED, BIASED * L, KH, L, group)
+    old = ()
+    for i in tl.static_range(len(sum_at)):
+        old = old + (tl.load(sum_at[i], mask=again, other=0.0),)
     for q in tl.static_range(QROWS):
         valid = inside(q0 + (QLOW + q), ox, OH, OW)
         g = ()
@@ -92,19 +97,33 @@ def _scatter_taps(
                         weight += scaled
                 if not STACK:
                     dv = dv[:r] + (dv[r] + weight[:, None] * g[0],) + dv[r + 1 :]
+        if SHARE > 0:
+            # Taps that no later row of windows meets in this tile: their sums need no registers any more.
+            for ty in tl.static_range(KH):
+                if ty < ROWS + LEAD - SY * q and (ty >= ROWS + LEAD - SY * (q + 1) or q == QROWS - 1):
+                    mine = ()
+                    if BIASED:
+                        mine = mine + db[ty * L : (ty + 1) * L]
+                    if SCALED:
+                        mine = mine + dw[ty * L : (ty + 1) * L]
+                    share = _deal(mine, HB, N)
+                    for i in tl.static_range(SHARE):
+                        tl.store(sum_at[ty * SHARE + i], share[i] + old[ty * SHARE + i])
     return dv, ds, db, dw
 
 
 @triton.jit
 def _scatter_column(
-    dv, ds, db, dw, v, s, tx, first: tl.constexpr, grad, lse_in, delta_in, tables, q0, ox, h, channel, OH, OW, HEADS,
+    dv, ds, db, dw, v, s, tx, first: tl.constexpr, grad, lse_in, delta_in, tables, dealt, again, q0, ox, h, channel,
+    OH, OW, HEADS,
     HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr, HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """What the windows that see the pixels in column tx of their taps give to the pixels' gradients and the tables'.
 
-    `first` is the entry of db and dw that belongs to (ty, l) = (0, 0).
+    `first` is the entry of db and dw that belongs to (ty, l) = (0, 0). With a SHARE of them each lane stores its own from `dealt`
+    on; those of an earlier tile are there `again`.
     """
     per: tl.constexpr = L if STACK else 1
     group: tl.constexpr = (BIASED + SCALED) * L
@@ -112,6 +131,11 @@ def _scatter_column(
     grad_at = ()
     lse_at = ()
     delta_at = ()
+    sum_at = ()
+    if SHARE > 0:
+        for ty in tl.static_range(KH):
+            for i in tl.static_range(SHARE):
+                sum_at = sum_at + (dealt + ((i // L * KH + ty) * KW * L + tx * L + i % L) * HEADS,)
     oxc = clamp(ox, OW)
     grad_column = (oxc * (per * HEADS * D))[:, None] + channel
     state = (oxc * HEADS + h) * L
@@ -123,13 +147,14 @@ def _scatter_column(
         delta_at = delta_at + neighbours(delta_in + (state + row * L), L)
     for _ in range(one_turn(OH)):
         dv, ds, db, dw = _scatter_taps(
-            dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, first, q0, ox, OH, OW,
-            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
+            dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first, q0, ox, OH, OW,
+            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE,
         )  # fmt: skip
         table_at = for_next_turn(table_at, OH)
         grad_at = for_next_turn(grad_at, OH)
         lse_at = for_next_turn(lse_at, OH)
         delta_at = for_next_turn(delta_at, OH)
+        sum_at = for_next_turn(sum_at, OH)
     return dv, ds, db, dw
 
 
@@ -157,6 +182,40 @@ def _add_heads(t, HEADS, HB: tl.constexpr, N: tl.constexpr):
                     sums = sums + (totals[i] + tl.gather(totals[i], (lane + (HB << k)) % N, 0),)
                 totals = sums
     return totals
+
+
+@triton.jit
+def _deal(t, HB: tl.constexpr, N: tl.constexpr):
+    """Sum each tile over the lanes of a head, HB apart, and deal the sums out: each lane is left with its share of them.
+
+    A round halves what a lane has: it sends one half to the lane HB, 2·HB, … away and adds what comes to the other. Half the
+    exchanges of sums that every lane has, and each number is stored once. `_dealt_place` says whose are whose.
+    """
+    lane = tl.arange(0, N)
+    for k in tl.static_range(8):
+        if HB << k < N:
+            other = lane ^ (HB << k)
+            sums = ()
+            if len(t) > 1:
+                upper = (lane & (HB << k)) != 0
+                for i in tl.static_range(len(t) // 2):
+                    kept = tl.where(upper, t[len(t) // 2 + i], t[i])
+                    sums = sums + (kept + tl.gather(tl.where(upper, t[i], t[len(t) // 2 + i]), other, 0),)
+            else:
+                sums = (t[0] + tl.gather(t[0], other, 0),)
+            t = sums
+    return t
+
+
+@triton.jit
+def _dealt_place(HB: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
+    """Of G tiles the first that each lane has the sum of, as `_deal` leaves them."""
+    lane = tl.arange(0, N)
+    place = lane * 0
+    for k in tl.static_range(8):
+        if HB << k < N and G >> (k + 1) > 0:
+            place += tl.where((lane & (HB << k)) != 0, G >> (k + 1), 0)
+    return place
 
 
 @triton.jit
@@ -211,7 +270,7 @@ def backward(
     ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, steps,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
-    N: tl.constexpr, HB: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, HB: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     QLOW: tl.constexpr, QROWS: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +278,8 @@ def backward(
 
     A program takes steps tiles of ROWS rows, one below the other. Its pixels are SX columns apart, so that all of them are the
     same columns of taps of the windows that see them; likewise ROWS is a multiple of SY. Unrolled (SX = 1), the tables' sums
-    stay in registers over the steps; otherwise each column of taps is summed when it is done and added to what is stored.
+    stay in registers over the steps; otherwise they are summed over the lanes and added to what is stored: a tap's when it is
+    done, dealt out (SHARE > 0), or a column's of taps.
     """
     block = tl.program_id(0) // SX
     phase = tl.program_id(0) % SX
@@ -230,9 +290,7 @@ def backward(
     channel = channels(h, D, DP)
     vs_y *= ALIGN
     vs_x *= ALIGN
-    scores += batch * ss_b
-    values += batch * vs_b * ALIGN
-    key_mask += batch * ms_b
+    scores, values, key_mask = image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN)
     windows = batch * (OH * OW * HEADS)
     grad += windows * (D * L if STACK else D)
     lse_in += windows * L
@@ -259,6 +317,11 @@ def backward(
     cols: tl.constexpr = KW if UNROLL else 1
     # With as many heads as lanes or more, a block beyond the columns of its phase must not store.
     every: tl.constexpr = HB > 0 and (SX == 1 or HB < N)
+    # Where the tables' sums are dealt out each lane's share begins here: (t, l) of the tap (0, 0).
+    dealt = dbias + owner
+    if SHARE > 0:
+        place = _dealt_place(HB, N, (BIASED + SCALED) * L)
+        dealt += (place // L * (KH * KW * L) + place % L) * HEADS
     db = filled(KH * L * cols, zero)
     dw = filled(KH * L * cols, zero)
     for step in range(tl.minimum(steps, tl.cdiv(H, ROWS) - tile_row)):
@@ -282,9 +345,9 @@ def backward(
         if UNROLL:
             for tx in tl.static_range(KW):
                 dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, tx * KH * L, grad, lse_in, delta_in, tables, y0 // SY,
+                    dv, ds, db, dw, v, s, tx, tx * KH * L, grad, lse_in, delta_in, tables, dealt, True, y0 // SY,
                     x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0,
                 )  # fmt: skip
         else:
             first_tx = (phase + (KW - 1) // 2) % SX
@@ -293,19 +356,22 @@ def backward(
                 db = filled(KH * L, zero)
                 dw = filled(KH * L, zero)
                 dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, 0, grad, lse_in, delta_in, tables, y0 // SY,
+                    dv, ds, db, dw, v, s, tx, 0, grad, lse_in, delta_in, tables, dealt, step > 0, y0 // SY,
                     q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE,
                 )  # fmt: skip
                 again = tl.where(step > 0, N if every else owners, 0)
-                if BIASED and SCALED:
+                if SHARE > 0:
+                    pass
+                elif BIASED and SCALED:
                     _store_sums(dbias, db + dw, tx, owner, owners, again, HEADS, HB, N, 2, 1, KH, KW, L, True, every)
                 elif BIASED:
                     _store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
                 elif SCALED:
                     _store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
-            # One lane stores what several load in the next step.
-            tl.debug_barrier()
+            # One lane stores what several load in the next step; what is dealt out, each lane stores for itself.
+            if SHARE == 0:
+                tl.debug_barrier()
         ds_at = ()
         dv_at = ()
         for r in tl.static_range(ROWS):

@@ -1,9 +1,10 @@
-"""QnA's aggregation in Triton: the forward kernel and δ, over the windows.
+"""QnA's aggregation in Triton: the forward kernel, and the one that packs the tables.
 
 The rows of a program are unrolled by hand (tuples of tiles), so a loaded pixel serves every window of the column it lies in.
 Coordinates outside the image are clamped and their logits set to −inf: loads need no masks. Exponentials are powers of two; the
 saved log-sum-exp is in base 2 (LOG2E times the natural one). Letters and lanes: `lanes.py`.
 """
+# mypy: ignore-errors
 # ruff: noqa: E741
 
 import triton
@@ -13,44 +14,49 @@ from nearsight.ops.arithmetic.kernels import reciprocal
 from nearsight.ops.qna.lanes import (
     LOG2E,
     channels,
-    clamp,
+    column_pointers,
     filled,
     for_next_turn,
+    image,
     lane_mask,
     lanes,
     load_channels,
-    load_neighbours,
     load_table,
     log2,
     logits,
-    neighbours,
     one_turn,
-    row_pointers,
-    score_pointers,
     store_channels,
-    table_pointers,
 )
+from nearsight.ops.qna.powers import LARGEST_BIAS, LARGEST_SCALE, RANGE, powers, reference
 
-__all__ = ["delta", "forward", "pack"]
+__all__ = ["forward", "pack"]
 
 
 @triton.jit(do_not_specialize=["HEADS"], do_not_specialize_on_alignment=["bias", "scale"])
 def pack(bias, scale, tables, HEADS, L: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, HP: tl.constexpr):
-    """The tables [taps, L, HEADS] as one [taps, HP, bias and scale, L] in float32.
+    """The tables [taps, L, HEADS] as one [taps, HP, bias and scale, L] in float32, then again as factors of `powers`.
 
-    What a tap's weights take is then one load, and every tap lies at a constant distance from the first.
+    What a tap's weights take is then one load, and every tap lies at a constant distance from the first. The factors are
+    exp(bias) and exp(bias)·scale, NaN where a bias or scale is too large for them.
     """
     tap = tl.program_id(0)
     h = tl.arange(0, HP)
     group: tl.constexpr = (BIASED + SCALED) * L
     at = tables + (tap * HP + h) * group
+    factor_at = at + tl.num_programs(0) * (HP * group)
     for l in tl.static_range(L):
+        factor = tl.full([HP], 1.0, tl.float32)
         if BIASED:
-            row = tl.load(bias + (tap * L + l) * HEADS + h, mask=h < HEADS, other=0.0)
-            tl.store(at + l, row.to(tl.float32))
+            b = tl.load(bias + (tap * L + l) * HEADS + h, mask=h < HEADS, other=0.0).to(tl.float32)
+            factor = tl.where(tl.abs(b) < LARGEST_BIAS, tl.exp2(b * LOG2E), float("nan"))
+            tl.store(at + l, b)
         if SCALED:
-            row = tl.load(scale + (tap * L + l) * HEADS + h, mask=h < HEADS, other=0.0)
-            tl.store(at + BIASED * L + l, row.to(tl.float32))
+            w = tl.load(scale + (tap * L + l) * HEADS + h, mask=h < HEADS, other=0.0).to(tl.float32)
+            factor = tl.where(tl.abs(w) < LARGEST_SCALE, factor, float("nan"))
+            tl.store(at + BIASED * L + l, w)
+            tl.store(factor_at + BIASED * L + l, factor * w)
+        if BIASED:
+            tl.store(factor_at + l, factor)
 
 
 @triton.jit
@@ -144,15 +150,10 @@ def _attend(
     """
     count: tl.constexpr = (ROWS - 1) * SY + KH
     group: tl.constexpr = (BIASED + SCALED) * L
-    table_at = table_pointers(tables, h, tx, COLS, HP, KH, KW, group)
-    at = ()
-    value_at = ()
-    mask_at = ()
-    for j in tl.static_range(COLS):
-        xc = clamp(x + j, W)
-        at = at + score_pointers(scores, xc * ss_x + h, y0, H, ss_y, HEADS, count, L)
-        value_at = value_at + row_pointers(values, (xc * vs_x)[:, None] + channel, y0, H, vs_y, count)
-        mask_at = mask_at + row_pointers(key_mask, xc * ms_x, y0, H, ms_y, count if MASKED else 0)
+    table_at, at, value_at, mask_at = column_pointers(
+        scores, values, key_mask, tables, tx, x, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+        COLS, HP, KH, KW, count, L, group, MASKED,
+    )  # fmt: skip
     for _ in range(one_turn(H)):
         m, z, acc = _attend_taps(
             m, z, acc, table_at, at, value_at, mask_at, y0, x, H, W,
@@ -165,35 +166,15 @@ def _attend(
     return m, z, acc
 
 
-@triton.jit(
-    do_not_specialize=[
-        "H", "W", "OH", "OW", "HEADS", "ss_b", "ss_y", "ss_x", "vs_b", "vs_y", "vs_x", "ms_b", "ms_y", "ms_x",
-    ],
-    do_not_specialize_on_alignment=["scores", "key_mask"],
-)  # fmt: skip
-def forward(
-    scores, values, tables, key_mask, out, lse_out,
-    H, W, OH, OW, HEADS,
-    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
-    ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
+@triton.jit
+def _forward_exact(
+    scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
+    H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+    HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over each window and its values' weighted sum; writes the output and the windows' log-sum-exp (base 2)."""
-    block = tl.program_id(0)
-    oy = tl.program_id(1) * ROWS
-    batch = tl.program_id(2).to(tl.int64)
-    ox, h = lanes(block, OW, HEADS, N)
-    channel = channels(h, D, DP)
-    vs_y *= ALIGN
-    vs_x *= ALIGN
-    scores += batch * ss_b
-    values += batch * vs_b * ALIGN
-    key_mask += batch * ms_b
-    y0 = oy * SY - (KH - 1) // 2
-    x0 = ox * SX - (KW - 1) // 2
-
+    """ROWS rows of windows, each reduced by its own maximum."""
     split: tl.constexpr = STACK or not UNROLL
     m = filled(ROWS * L, tl.full([N], float("-inf"), tl.float32))
     z = filled(ROWS * L, tl.zeros([N], tl.float32))
@@ -247,63 +228,134 @@ def forward(
 
 
 @triton.jit
-def _delta_taps(
-    sums, g, lse, table_at, at, value_at, mask_at, y0, x, H, W,
-    KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
+def _add_totals(
+    z, e, b, COLS: tl.constexpr, KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The body of `_delta_columns`' loop."""
+    """The windows' Σ power·exp(bias) so far, over COLS columns of taps more."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
-    group: tl.constexpr = (BIASED + SCALED) * L
-    b = load_table(table_at, BIASED, 0, KH, L, group)
-    w = load_table(table_at, SCALED, BIASED * L, KH, L, group)
-    for c in tl.static_range(count):
-        s = logits(at, mask_at, c, y0 + c, x, H, W, MASKED, L)
-        v = load_channels(value_at[c], D, DP)
-        for r in tl.static_range(ROWS):
-            if c >= r * SY and c < r * SY + KH:
-                if not STACK:
-                    gv = tl.sum(g[r] * v, axis=1)
-                for l in tl.static_range(L):
-                    if STACK:
-                        gv = tl.sum(g[r * L + l] * v, axis=1)
-                    logit = s[l]
-                    if BIASED:
-                        logit += b[(c - r * SY) * L + l]
-                    p = tl.exp2(logit * LOG2E - lse[r * L + l])
-                    if SCALED:
-                        p = p * w[(c - r * SY) * L + l]
-                    sums = sums[: r * L + l] + (sums[r * L + l] + p * gv,) + sums[r * L + l + 1 :]
+    sums = ()
+    for r in tl.static_range(ROWS):
+        for l in tl.static_range(L):
+            total = z[r * L + l]
+            for i in tl.static_range(COLS * KH):
+                power = e[(i // KH * count + r * SY + i % KH) * L + l]
+                if BIASED:
+                    power = power * b[i * L + l]
+                total += power
+            sums = sums + (total,)
     return sums
 
 
 @triton.jit
-def _delta_columns(
-    sums, g, lse, tx, scores, values, key_mask, tables, y0, x, h, channel,
-    H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-    COLS: tl.constexpr, HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
-    MASKED: tl.constexpr, STACK: tl.constexpr,
+def _add_values(
+    acc, e, w, over, value_at, COLS: tl.constexpr, KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The windows' Σ p·scale·(g·v) so far, over columns tx … tx + COLS − 1 of their taps too, the first of which lies at x."""
+    """The windows' Σ_l Σ power·exp(bias)·scale·value / z so far, over COLS columns of taps more."""
+    count: tl.constexpr = (ROWS - 1) * SY + KH
+    for j in tl.static_range(COLS):
+        for c in tl.static_range(count):
+            v = load_channels(value_at[j * count + c], D, DP)
+            for r in tl.static_range(ROWS):
+                if c >= r * SY and c < r * SY + KH:
+                    weight = tl.zeros_like(e[0])
+                    for l in tl.static_range(L):
+                        power = e[(j * count + c) * L + l]
+                        if GIVEN:
+                            power = power * w[(j * KH + c - r * SY) * L + l]
+                        weight += power * over[r * L + l]
+                    acc = acc[:r] + (acc[r] + weight[:, None] * v,) + acc[r + 1 :]
+    return acc
+
+
+@triton.jit
+def _reciprocals(z):
+    over = ()
+    for i in tl.static_range(len(z)):
+        over = over + (reciprocal(z[i]),)
+    return over
+
+
+@triton.jit
+def _forward_shared(
+    scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
+    H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
+    HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, EXACT_LOG: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of windows by exponentials once per pixel; whether a window is too far from its thread's reference."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
     group: tl.constexpr = (BIASED + SCALED) * L
-    for j in tl.static_range(COLS):
-        xc = clamp(x + j, W)
-        table_at = table_pointers(tables, h, tx + j, 1, HP, KH, KW, group)
-        at = score_pointers(scores, xc * ss_x + h, y0, H, ss_y, HEADS, count, L)
-        value_at = row_pointers(values, (xc * vs_x)[:, None] + channel, y0, H, vs_y, count)
-        mask_at = row_pointers(key_mask, xc * ms_x, y0, H, ms_y, count if MASKED else 0)
+    given: tl.constexpr = BIASED or SCALED
+    tables += KH * KW * HP * group
+    ref = reference(scores, ox * SX, oy * SY, h, H, W, HEADS, ss_y, ss_x, (ROWS - 1) * SY + 1, L, N)
+    z = filled(ROWS * L, tl.zeros([N], tl.float32))
+    acc = filled(ROWS, tl.zeros([N, DP], tl.float32))
+    if UNROLL:
+        table_at, at, value_at, _ = column_pointers(
+            scores, values, key_mask, tables, 0, x0, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0,
+            KW, HP, KH, KW, count, L, group, False,
+        )  # fmt: skip
         for _ in range(one_turn(H)):
-            sums = _delta_taps(
-                sums, g, lse, table_at, at, value_at, mask_at, y0, x + j, H, W,
-                KH, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK,
-            )  # fmt: skip
-            at = for_next_turn(at, H)
+            b = load_table(table_at, BIASED, 0, KW * KH, L, group)
+            w = load_table(table_at, given, group - L, KW * KH, L, group)
+            e = powers(at, y0, x0, H, W, ref, KW, count, L)
+            z = _add_totals(z, e, b, KW, KH, SY, L, ROWS, BIASED)
+            acc = _add_values(acc, e, w, _reciprocals(z), value_at, KW, KH, SY, L, ROWS, D, DP, given)
             table_at = for_next_turn(table_at, H)
+            at = for_next_turn(at, H)
             value_at = for_next_turn(value_at, H)
-            mask_at = for_next_turn(mask_at, H)
-    return sums
+    else:
+        # Twice over the scores: with the sums known, the queries' weights are added before they meet the values.
+        for tx in range(KW):
+            table_at, at, value_at, _ = column_pointers(
+                scores, values, key_mask, tables, tx, x0 + tx, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0,
+                1, HP, KH, KW, count, L, group, False,
+            )  # fmt: skip
+            for _ in range(one_turn(H)):
+                b = load_table(table_at, BIASED, 0, KH, L, group)
+                e = powers(at, y0, x0 + tx, H, W, ref, 1, count, L)
+                z = _add_totals(z, e, b, 1, KH, SY, L, ROWS, BIASED)
+                table_at = for_next_turn(table_at, H)
+                at = for_next_turn(at, H)
+        over = _reciprocals(z)
+        for tx in range(KW):
+            table_at, at, value_at, _ = column_pointers(
+                scores, values, key_mask, tables, tx, x0 + tx, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0,
+                1, HP, KH, KW, count, L, group, False,
+            )  # fmt: skip
+            for _ in range(one_turn(H)):
+                w = load_table(table_at, given, group - L, KH, L, group)
+                e = powers(at, y0, x0 + tx, H, W, ref, 1, count, L)
+                acc = _add_values(acc, e, w, over, value_at, 1, KH, SY, L, ROWS, D, DP, given)
+                table_at = for_next_turn(table_at, H)
+                at = for_next_turn(at, H)
+                value_at = for_next_turn(value_at, H)
+    far = tl.zeros([N], tl.int32)
+    lse_at = ()
+    out_at = ()
+    for r in tl.static_range(ROWS):
+        pixel = batch * (OH * OW * HEADS) + (oy + r) * (OW * HEADS)
+        for l in tl.static_range(L):
+            lse_at = lse_at + (lse_out + (pixel * L + l) + (ox * HEADS + h) * L,)
+        out_at = out_at + (out + pixel * D + ((ox * (HEADS * D))[:, None] + channel),)
+    for _ in range(one_turn(H)):
+        for r in tl.static_range(ROWS):
+            valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
+            for l in tl.static_range(L):
+                total = z[r * L + l]
+                # Neither where it is NaN.
+                near = (total > 1.0 / RANGE) & (total < RANGE)
+                far = tl.where(valid & (near == 0), 1, far)
+                # The quick logarithm's error grows with its result.
+                lse = ref[l] + (tl.log2(total) if EXACT_LOG else log2(total))
+                tl.store(lse_at[r * L + l], lse, mask=valid)
+            store_channels(out_at[r], acc[r], valid, D, DP)
+        lse_at = for_next_turn(lse_at, H)
+        out_at = for_next_turn(out_at, H)
+    return tl.max(far, axis=0) > 0
 
 
 @triton.jit(
@@ -312,74 +364,42 @@ def _delta_columns(
     ],
     do_not_specialize_on_alignment=["scores", "key_mask"],
 )  # fmt: skip
-def delta(
-    scores, values, tables, key_mask, grad, lse_in, delta_out,
+def forward(
+    scores, values, tables, key_mask, out, lse_out,
     H, W, OH, OW, HEADS,
     ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Per window and query δ = Σ_n p_n·scale_n·(g·v_n), which each of the window's logit gradients subtracts."""
+    """Softmax over each window and its values' weighted sum; writes the output and the windows' log-sum-exp (base 2)."""
     block = tl.program_id(0)
-    oy = tl.program_id(1) * ROWS
     batch = tl.program_id(2).to(tl.int64)
     ox, h = lanes(block, OW, HEADS, N)
     channel = channels(h, D, DP)
+    scores, values, key_mask = image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN)
     vs_y *= ALIGN
     vs_x *= ALIGN
-    scores += batch * ss_b
-    values += batch * vs_b * ALIGN
-    key_mask += batch * ms_b
+    oy = tl.program_id(1) * ROWS
     y0 = oy * SY - (KH - 1) // 2
     x0 = ox * SX - (KW - 1) // 2
-
-    per: tl.constexpr = L if STACK else 1
-    windows = batch * (OH * OW * HEADS)
-    grad += windows * (per * D)
-    lse_in += windows * L
-    delta_out += windows * L
-    state = (ox * HEADS + h) * L
-    g_at = ()
-    lse_at = ()
-    delta_at = ()
-    for r in tl.static_range(ROWS):
-        row = tl.minimum(oy + r, OH - 1) * (OW * HEADS)
-        for l in tl.static_range(per):
-            g_at = g_at + (grad + ((ox * (per * HEADS * D) + (row * per + l * HEADS) * D)[:, None] + channel),)
-        lse_at = lse_at + neighbours(lse_in + (state + row * L), L)
-        for l in tl.static_range(L):
-            delta_at = delta_at + (delta_out + (state + row * L) + l,)
-    g = filled(ROWS * per, tl.zeros([N, DP], tl.float32))
-    lse = filled(ROWS * L, tl.zeros([N], tl.float32))
-    for _ in range(one_turn(H)):
-        g = ()
-        for i in tl.static_range(ROWS * per):
-            g = g + (load_channels(g_at[i], D, DP),)
-        lse = ()
-        for r in tl.static_range(ROWS):
-            lse = lse + load_neighbours(lse_at, r, L)
-        g_at = for_next_turn(g_at, H)
-        lse_at = for_next_turn(lse_at, H)
-
-    sums = filled(ROWS * L, tl.zeros([N], tl.float32))
-    if UNROLL:
-        sums = _delta_columns(
-            sums, g, lse, 0, scores, values, key_mask, tables, y0, x0, h, channel,
-            H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK,
+    if SHARED:
+        far = _forward_shared(
+            scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
+            H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
+            HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED, out.dtype.element_ty == tl.float32,
         )  # fmt: skip
-    else:
-        for tx in range(KW):
-            sums = _delta_columns(
-                sums, g, lse, tx, scores, values, key_mask, tables, y0, x0 + tx, h, channel,
-                H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK,
+        # Then once more, a row at a time.
+        for r in range(tl.where(far, ROWS, 0)):
+            _forward_exact(
+                scores, values, tables, key_mask, out, lse_out, block, oy + r, batch, ox, h, channel, y0 + r * SY, x0,
+                H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+                HP, L, D, DP, KH, KW, SY, N, 1, False, BIASED, SCALED, MASKED, STACK,
             )  # fmt: skip
-    for _ in range(one_turn(H)):
-        for r in tl.static_range(ROWS):
-            valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
-            for l in tl.static_range(L):
-                tl.store(delta_at[r * L + l], sums[r * L + l], mask=valid)
-        delta_at = for_next_turn(delta_at, H)
+    else:
+        _forward_exact(
+            scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
+            H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+            HP, L, D, DP, KH, KW, SY, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK,
+        )  # fmt: skip

@@ -22,8 +22,10 @@ __all__ = [
     "LOG2E",
     "channels",
     "clamp",
+    "column_pointers",
     "filled",
     "for_next_turn",
+    "image",
     "inside",
     "lane_mask",
     "lanes",
@@ -215,6 +217,33 @@ def row_pointers(base, column, y0, H, s_y, COUNT: tl.constexpr):
     for c in tl.static_range(COUNT):
         t = t + (base + (column + clamp(y0 + c, H) * s_y),)
     return t
+
+
+@triton.jit
+def column_pointers(
+    scores, values, key_mask, tables, tx, x, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+    COLS: tl.constexpr, HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr,
+    G: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """To all that columns tx … tx + COLS − 1 of the windows' taps need, the first of them at x, in COUNT rows from y0 on.
+
+    Tuples for tables, scores, values and mask.
+    """
+    at = ()
+    value_at = ()
+    mask_at = ()
+    for j in tl.static_range(COLS):
+        xc = clamp(x + j, W)
+        at = at + score_pointers(scores, xc * ss_x + h, y0, H, ss_y, HEADS, COUNT, L)
+        value_at = value_at + row_pointers(values, (xc * vs_x)[:, None] + channel, y0, H, vs_y, COUNT)
+        mask_at = mask_at + row_pointers(key_mask, xc * ms_x, y0, H, ms_y, COUNT if MASKED else 0)
+    return table_pointers(tables, h, tx, COLS, HP, KH, KW, G), at, value_at, mask_at
+
+
+@triton.jit
+def image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN: tl.constexpr):
+    """Scores, values and mask of one image."""
+    return scores + batch * ss_b, values + batch * vs_b * ALIGN, key_mask + batch * ms_b
 
 
 @triton.jit

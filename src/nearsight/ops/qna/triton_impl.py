@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearsight.ops.launching import replayed
 from nearsight.ops.qna.call import QnACall
+from nearsight.ops.qna.geometry import Geometry, geometry, heads_apart, lanes_of
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
@@ -20,55 +21,14 @@ from nearsight.ops.triton_support import (
     next_power_of_two,
 )
 
-__all__ = ["Geometry", "Problem", "geometry", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
+__all__ = ["Problem", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
 
 MAX_WINDOW = 15
 MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
 MAX_IMAGES = 65535  # the second and third axis of a grid
-# All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
-UNROLLED_SUMS = 18
 # The tables' heads lie this far apart or the next power of two: one compilation for all head counts up to it.
 HEAD_STRIDE = 64
-
-
-class Geometry(NamedTuple):
-    """What a program takes: pixel-heads and rows (in the backward `steps` tiles of rows), and how it runs."""
-
-    lanes: int
-    rows: int
-    steps: int
-    unroll: bool
-    # The most registers a thread may take, where the compiler's own choice leaves too few warps to hide the loads.
-    registers: int | None = None
-
-
-def geometry(
-    kernel: str, queries: int, dim: int, window: Sequence[int], stride: Sequence[int], height: int, half: bool
-) -> Geometry:
-    """The launch geometry of `kernel` ("forward", "delta" or "backward"): a fixed table, no tuning at run time.
-
-    One warp per program; with half types a thread holds 8 channels of one pixel, so one pixel's head when D = 8. Only `steps`
-    depends on the map, and no compilation on `steps`.
-    """
-    padded = next_power_of_two(dim)
-    lanes = max(32 * min(padded, 8 if half else 4), padded) // padded
-    unroll = window[0] * window[1] * queries <= UNROLLED_SUMS
-    rows = 1 if queries > 2 else 2
-    # More rows load fewer pixels twice but leave fewer warps to hide the loads: measured for both kinds of windows.
-    tall = rows == 2 and max(stride) == 1 and max(window) <= 7
-    if kernel == "forward":
-        if unroll and tall and half:
-            return Geometry(lanes, 4, 1, unroll, 128)
-        return Geometry(lanes, rows, 1, unroll, 128 if tall and half else None)
-    if kernel == "delta":
-        return Geometry(lanes, 4 if tall and not unroll else rows, 1, unroll)
-    unroll = unroll and stride[1] == 1
-    # Enough pixels per program that its sums for the tables weigh little beside the maps, enough programs to fill the GPU.
-    steps = 4 if unroll and height > 14 else 7
-    return Geometry(
-        lanes, -(-rows // stride[0]) * stride[0], steps, unroll, 128 if unroll and half and rows == 2 else None
-    )
 
 
 def refusal(call: QnACall) -> str | None:
@@ -119,7 +79,29 @@ class Problem(NamedTuple):
     def geometry(self, kernel: str) -> Geometry:
         half = self.values.dtype != torch.float32
         height, dim = self.values.shape[1], self.values.shape[4]
-        return geometry(kernel, self.scores.shape[3], dim, self.window, self.stride, height, half)
+        dealt = self.share(lanes_of(dim, half)) > 0
+        return geometry(kernel, self.scores.shape[3], dim, self.window, self.stride, height, half, dealt)
+
+    def share(self, lanes: int) -> int:
+        """How many of a tap's sums each lane of a head is left with where they are dealt out, 0 where they cannot be.
+
+        They can where lanes of a head are a fixed number apart and every lane may store; not in equal shares to any number.
+        """
+        apart = heads_apart(self.values.shape[3], lanes)
+        sums = (self.biased + self.scaled) * self.scores.shape[3]
+        if apart == 0 or sums == 0 or sums & (sums - 1) or (self.stride[1] > 1 and apart == lanes):
+            return 0
+        return max(sums * apart // lanes, 1)
+
+    @property
+    def shared(self) -> bool:
+        """Whether forward and δ take exponentials once per pixel.
+
+        Not where every window has one key, whose gradient must be exactly 0; nor with a scale alone, where nothing would tell
+        that it is too large for that.
+        """
+        lone = all(window == 1 or size == 1 for window, size in zip(self.window, self.values.shape[1:3], strict=True))
+        return not (lone or self.stack or self.key_mask is not None or (self.scaled and not self.biased))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Scores, values, tables and mask; any tensor stands for an absent one."""
@@ -144,7 +126,7 @@ class Problem(NamedTuple):
         dim = self.values.shape[4]
         return {
             "ALIGN": self.alignment,
-            "HP": self.tables.shape[1],
+            "HP": self.tables.shape[2],
             "L": self.scores.shape[3],
             "D": dim,
             "DP": next_power_of_two(dim),
@@ -189,7 +171,7 @@ def _launch_pack(bias: Tensor | None, scale: Tensor | None, tables: Tensor, scor
     if given and tables.numel():
         launch(
             kernels.pack,
-            (tables.shape[0],),
+            (tables.shape[1],),
             given[0],
             given[-1],
             tables,
@@ -197,7 +179,7 @@ def _launch_pack(bias: Tensor | None, scale: Tensor | None, tables: Tensor, scor
             L=scores.shape[3],
             BIASED=bias is not None,
             SCALED=scale is not None,
-            HP=tables.shape[1],
+            HP=tables.shape[2],
             num_warps=1,
         )
 
@@ -206,7 +188,7 @@ def _empty_pack(bias: Tensor | None, scale: Tensor | None, scores: Tensor) -> Te
     given = [table for table in (bias, scale) if table is not None]
     taps = given[0].shape[0] if given else 0
     stride = next_power_of_two(max(scores.shape[4], HEAD_STRIDE))
-    return scores.new_empty([taps, stride, len(given) * scores.shape[3]], dtype=torch.float32)
+    return scores.new_empty([2, taps, stride, len(given) * scores.shape[3]], dtype=torch.float32)
 
 
 def _window_grid(p: Problem, g: Geometry) -> tuple[int, int, int]:
@@ -217,15 +199,18 @@ def _window_grid(p: Problem, g: Geometry) -> tuple[int, int, int]:
 def launch_forward(p: Problem, out: Tensor, lse: Tensor) -> None:
     from nearsight.ops.qna import kernels
 
-    g = p.geometry("forward")
-    launch(kernels.forward, _window_grid(p, g), *p.tensors(), out, lse, *p.sizes, *p.strides(), **p.constants(g))
+    _launch_over_windows(kernels.forward, p, p.geometry("forward"), out, lse)
 
 
 def launch_delta(p: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> None:
-    from nearsight.ops.qna import kernels
+    from nearsight.ops.qna import delta_kernels
 
-    g = p.geometry("delta")
-    launch(kernels.delta, _window_grid(p, g), *p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), **p.constants(g))
+    _launch_over_windows(delta_kernels.delta, p, p.geometry("delta"), grad, lse, delta)
+
+
+def _launch_over_windows(kernel: Any, p: Problem, g: Geometry, *tensors: Tensor) -> None:
+    constants = {"SHARED": p.shared, **p.constants(g)}
+    launch(kernel, _window_grid(p, g), *p.tensors(), *tensors, *p.sizes, *p.strides(), **constants)
 
 
 def launch_backward(
@@ -246,9 +231,7 @@ def launch_backward(
     sums = new([rows, tables, kh * kw * p.scores.shape[3], heads], dtype=torch.float32) if tables else None
     # Where lanes of one head are a fixed number apart their sums need no loop, which large windows would run through often.
     # Small windows sum once per program and are compiled once for all head counts.
-    heads_apart = 0
-    if not g.unroll and (g.lanes % heads == 0 or heads % g.lanes == 0):
-        heads_apart = min(heads, g.lanes)
+    apart, share = (0, 0) if g.unroll else (heads_apart(heads, g.lanes), p.share(g.lanes))
     # The rows of windows that see a tile begin this far above its first row's.
     first = -(-((kh - 1) // 2 - kh + 1) // sy)
     last = (g.rows - 1 + (kh - 1) // 2) // sy
@@ -265,7 +248,8 @@ def launch_backward(
         *p.sizes,
         *p.strides(),
         g.steps,
-        HB=heads_apart,
+        HB=apart,
+        SHARE=share,
         QLOW=first,
         QROWS=last - first + 1,
         **p.constants(g),

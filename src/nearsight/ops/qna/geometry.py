@@ -1,0 +1,74 @@
+"""What a program of QnA's Triton kernels takes: a fixed table, no tuning at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nearsight.ops.triton_support import next_power_of_two
+
+__all__ = ["Geometry", "geometry", "heads_apart", "lanes_of"]
+
+# All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
+UNROLLED_SUMS = 18
+
+
+class Geometry(NamedTuple):
+    """What a program takes: pixel-heads and rows (in the backward `steps` tiles of rows), and how it runs."""
+
+    lanes: int
+    rows: int
+    steps: int
+    unroll: bool
+    # The most registers a thread may take, where the compiler's own choice leaves too few warps to hide the loads.
+    registers: int | None = None
+
+
+def geometry(
+    kernel: str,
+    queries: int,
+    dim: int,
+    window: Sequence[int],
+    stride: Sequence[int],
+    height: int,
+    half: bool,
+    dealt: bool,
+) -> Geometry:
+    """The launch geometry of `kernel` ("forward", "delta" or "backward"): a fixed table, no tuning at run time.
+
+    One warp per program; with half types a thread holds 8 channels of one pixel, so one pixel's head when D = 8. Only `steps`
+    depends on the map, and no compilation on `steps`. In the backward of larger windows a tile may be taller where the tables'
+    sums are `dealt` out to the lanes.
+    """
+    lanes = lanes_of(dim, half)
+    unroll = window[0] * window[1] * queries <= UNROLLED_SUMS
+    rows = 1 if queries > 2 else 2
+    # More rows load fewer pixels twice but leave fewer warps to hide the loads: measured for both kinds of windows.
+    tall = rows == 2 and max(stride) == 1 and max(window) <= 7
+    if kernel == "forward":
+        if tall and half:
+            return Geometry(lanes, 4, 1, unroll, 128 if unroll else 112)
+        return Geometry(lanes, rows, 1, unroll)
+    if kernel == "delta":
+        if tall and half:
+            return Geometry(lanes, 4, 1, unroll, 96)
+        return Geometry(lanes, 4 if tall and not unroll else rows, 1, unroll)
+    unroll = unroll and stride[1] == 1
+    if tall and half and dealt and not unroll:
+        return Geometry(lanes, 4, 4, unroll, 168)
+    # Enough pixels per program that its sums for the tables weigh little beside the maps, enough programs to fill the GPU.
+    steps = 4 if unroll and height > 14 else 7
+    return Geometry(
+        lanes, -(-rows // stride[0]) * stride[0], steps, unroll, 128 if unroll and half and rows == 2 else None
+    )
+
+
+def lanes_of(dim: int, half: bool) -> int:
+    """Pixel-heads a warp takes."""
+    padded = next_power_of_two(dim)
+    return max(32 * min(padded, 8 if half else 4), padded) // padded
+
+
+def heads_apart(heads: int, lanes: int) -> int:
+    """How many lanes further the next one of the same head is, 0 where that differs."""
+    return min(heads, lanes) if lanes % heads == 0 or heads % lanes == 0 else 0
