@@ -5,6 +5,10 @@ A call of an op makes a plan and views, allocates, and lets Triton look at every
 of the call alone: shapes, strides, dtypes and alignment of its tensors, and its numbers. So the launches of a class are
 recorded once, as loaded kernels with their numbers, and which tensor each pointer lies in; from then on a call of that class
 allocates, adds up pointers and launches. The temporary tensors are one allocation.
+
+`torch.library.triton_op` would let a compiled graph launch the kernels itself. It does not serve here: it traces the body of an
+op with tensors that have no address and with symbols for sizes, where our choices read alignment and numbers; a product that an
+op makes again to save memory would be seen, and kept after all; and calls outside a compiled graph would cost what they did.
 """
 
 from __future__ import annotations
