@@ -79,7 +79,7 @@ def results(op, inputs, **options):
 def compare(op, make, replays=True, **options):
     """Pairs of calls on other numbers each time: the first ever only runs, the second is recorded, the rest are replayed."""
     with recorded() as launched:
-        for turn in range(3):
+        for turn in range(2):
             torch.manual_seed(turn)
             inputs = make()
             with launching.without_replays():
@@ -117,13 +117,15 @@ def attend(q, k, v, rel_row, rel_col, mask, **options):
 
 
 @interpreted
-@pytest.mark.parametrize("window", [(3, 5), (12, 1)], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "content"), [(FLOAT, 6, True), (BFLOAT, 8, True), (BFLOAT, 16, False)])
+@pytest.mark.parametrize(
+    ("window", "dtype", "dim", "content"),
+    [((3, 5), FLOAT, 6, True), ((3, 5), BFLOAT, 8, True), ((3, 2), BFLOAT, 16, False), ((12, 1), FLOAT, 6, True)],
+)
 def test_local(window, dtype, dim, content):
     def make():
-        q, k, v = torch.randn(3, 1, 5, 6, 2, dim).to(dtype)
+        q, k, v = torch.randn(3, 1, 3, 5, 2, dim).to(dtype)
         rows, columns = (torch.randn(n, dim // 2).to(dtype) for n in window)
-        return q, k if content else None, v, rows, columns, torch.rand(1, 5, 6) < 0.8
+        return q, k if content else None, v, rows, columns, torch.rand(1, 3, 5) < 0.8
 
     compare(attend, make, window=window)
 
