@@ -58,7 +58,8 @@ def test_claims_name_rows() -> None:
 
 
 def test_networks_of_the_rows_are_what_they_say() -> None:
-    facts = {key: evidence.facts(TABLES["sasa"].rows[key]) for key in ("conv", "attention", "positions_only")}
+    rows = {**TABLES["sasa"].rows, **TABLES["sasa_ablations"].rows}
+    facts = {key: evidence.facts(rows[key]) for key in ("conv", "attention", "positions_only")}
     assert facts["attention"]["parameters"] < 0.75 * facts["conv"]["parameters"]
     assert facts["positions_only"]["parameters"] < facts["attention"]["parameters"]
     assert facts["conv"]["split"] == "test"
@@ -100,17 +101,17 @@ def test_verdicts_follow_from_the_runs(tmp_path: Path, attention: float | None, 
 
 
 def test_what_nobody_has_run_is_named_and_has_no_line(tmp_path: Path) -> None:
-    table = TABLES["sasa"]
+    table = TABLES["sasa_ablations"]
     assert "|" not in report.section(table, tmp_path)
-    put(tmp_path, "sasa/conv", 0.95)
+    put(tmp_path, "sasa_ablations/attention", 0.95)
     rows.write_result(
-        tmp_path / "speed" / "sasa-late.jsonl", {"ok": True, "images_per_s": 1024.0, "peak_memory_bytes": 1}
+        tmp_path / "speed" / "sasa_ablations-late.jsonl", {"ok": True, "images_per_s": 1024.0, "peak_memory_bytes": 1}
     )
     text = report.section(table, tmp_path)
     (line,) = [line for line in text.splitlines() if line.startswith("Not run yet: ")]
     assert line.count("; ") == len(table.rows) - 3
     assert "absolute (absolute positions); none (no positions)" in line
-    assert "conv (" not in line
+    assert "attention (" not in line
     assert "| attention in stages 3 and 4 only | not run yet | – | – | – | 1,024 |" in text
 
 
@@ -130,8 +131,8 @@ def test_other_tasks_show_their_own_numbers(tmp_path: Path) -> None:
 
 def test_a_step_back_anywhere_breaks_a_chain(tmp_path: Path) -> None:
     for name, accuracy in (("window3", 0.90), ("window5", 0.93), ("attention", 0.92), ("window9", 0.95)):
-        put(tmp_path, f"sasa/{name}", accuracy)
-    table = TABLES["sasa"]
+        put(tmp_path, f"sasa_ablations/{name}", accuracy)
+    table = TABLES["sasa_ablations"]
     scores = {name: report.score_of(report.results_of(row, tmp_path)) for name, row in table.rows.items()}
     chain = next(claim for claim in table.claims if len(claim.order) == 4)
     assert report.verdict(chain, scores) == ("90.00 → 93.00 → 92.00 → 95.00", "**does not agree**")
