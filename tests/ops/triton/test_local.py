@@ -36,6 +36,12 @@ def compare(inputs, window=(3, 3), **options):
     assert_by_error_rule(run("triton"), run("reference"), inputs)
 
 
+def walk_of(inputs, window, dilation=(1, 1), border="mask"):
+    """How the backward is launched."""
+    qkv = (inputs["q"], inputs["k"], inputs["v"])
+    return triton_impl._launch(*qkv, None, None, None, list(window), list(dilation), border == "zeros", "walk")
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
 def test_every_dtype(dtype):
@@ -83,7 +89,7 @@ def test_without_content():
 
 @interpreted
 @pytest.mark.parametrize(
-    ("heads", "dim", "tables"), [(1, 5, "none"), (3, 6, "shared"), (1, 64, "shared"), (5, 16, "heads")]
+    ("heads", "dim", "tables"), [(1, 5, "none"), (3, 6, "shared"), (1, 64, "shared"), (5, 16, "heads"), (11, 8, "row")]
 )
 def test_heads_and_head_dims(heads, dim, tables):
     """Head dims that fill no product, heads that fill no program."""
@@ -94,10 +100,51 @@ def test_heads_and_head_dims(heads, dim, tables):
 def test_a_strip_in_several_splits():
     """Tall maps are cut: the shares of dk and dv overlap in y as they do in x."""
     inputs = make(size=(23, 10), window=(5, 3), heads=1, dim=16)
-    launch = triton_impl._launch(inputs["q"], inputs["k"], inputs["v"], None, None, None, [5, 3], [1, 1], "walk")
+    launch = walk_of(inputs, (5, 3))
     assert launch.runtime["splits"] > 1
     assert launch.runtime["strips"] > 1
     compare(inputs, (5, 3))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "dim", "window", "change", "options"),
+    [
+        ((5, 11), 32, (5, 7), {"mask": 0.7}, {}),
+        ((3, 16), 32, (4, 2), {"tables": "heads"}, {}),
+        ((4, 9), 8, (3, 9), {"content": False, "heads": 3}, {"scale": 0.3}),
+        ((5, 35), 16, (3, 5), {"tables": "column"}, {"dilation": (2, 3)}),
+        ((7, 6), 64, (7, 7), {"mask": 0.7}, {}),
+        ((8, 8), 32, (4, 2), {"tables": "heads"}, {}),
+        ((3, 5), 16, (5, 9), {"tables": "row", "content": False}, {}),
+        ((5, 11), 8, (3, 3), {"dtype": HALF, "heads": 3}, {"dilation": 2}),
+    ],
+)
+def test_maps_that_fit_a_tile(size, dim, window, change, options):
+    """The halo is the map itself: no columns beyond it, no shares, and of the smallest maps no rows beyond it either."""
+    inputs = make(**{"dtype": BFLOAT, "heads": 2, **change}, size=size, dim=dim, window=window)
+    dilation = options.get("dilation", 1)
+    dilation = dilation if isinstance(dilation, tuple) else (dilation, dilation)
+    fixed = walk_of(inputs, window, dilation).constants
+    assert fixed["WHOLE_X"]
+    assert fixed["WHOLE_Y"] == (-(-size[1] // dilation[1]) <= 8)
+    compare(inputs, window, **options)
+
+
+@interpreted
+def test_maps_that_need_strips():
+    """A border of zeros lies outside the map; splits of a tall map, of few images, share rows; a wide map does not fit."""
+    inputs = make(BFLOAT, (4, 9), heads=1, dim=32)
+    assert not walk_of(inputs, (3, 3), border="zeros").constants["WHOLE_X"]
+    compare(inputs, border="zeros")
+    inputs = make(BFLOAT, (17, 9), heads=1, dim=32)
+    launch = walk_of(inputs, (3, 3))
+    assert launch.runtime["splits"] > 1
+    assert not launch.constants["WHOLE_X"]
+    compare(inputs)
+    inputs = make(BFLOAT, (3, 19), heads=3, dim=8)
+    assert not walk_of(inputs, (3, 3)).constants["WHOLE_X"]
+    compare(inputs)
 
 
 @interpreted

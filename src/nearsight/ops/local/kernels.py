@@ -3,7 +3,8 @@
 A program walks down a strip of 16-pixel tiles (TY rows, TX columns) with G heads at once. Its rows are m = (head, pixel), so
 that M = 16·G; the heads' operands are block-diagonal ([M, G·DP], zero outside the row's own head), which lets heads of 8
 channels share one matrix product and one coalesced read. The other side is the tile's halo, RN rows of CN pixels, in chunks
-of NR rows padded to NC pixels: NK = NR·NC columns.
+of NR rows padded to NC pixels: NK = NR·NC columns. On a map no wider than a tile (WHOLE_X) the halo is the map's own columns and
+nothing is shared with a neighbour; on one no taller either (WHOLE_Y), its own rows too.
 
 Positions, window and image borders are not compared or fetched per logit: a query has a term for each row and each column of
 the halo, a large negative number where a tap is out of range. The forward adds the two by broadcasting; the backward keeps them
@@ -258,6 +259,9 @@ def forward(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
+    WHOLE_Y: tl.constexpr,
+    WHOLE_X: tl.constexpr,
+    FOLD: tl.constexpr,
     BOXES: tl.constexpr,
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
@@ -269,6 +273,8 @@ def forward(
     NK: tl.constexpr = NR * NC
     PY: tl.constexpr = (KH - 1) // 2
     PX: tl.constexpr = (KW - 1) // 2
+    UP: tl.constexpr = 0 if WHOLE_Y else PY
+    LEFT: tl.constexpr = 0 if WHOLE_X else PX
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -282,7 +288,10 @@ def forward(
     own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
     n = tl.arange(0, NK)
     x = x0 + qx
-    halo_x = x0 - PX + n % NC
+    # To a query, a column or row of the halo is the tap that many behind.
+    at_y = qy + UP - PY
+    at_x = qx + LEFT - PX
+    halo_x = x0 - LEFT + n % NC
     halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
     if not BOXES:
@@ -296,6 +305,12 @@ def forward(
         rel_col = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
     if HAS_ROW:
         rel_row = _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype)
+    if FOLD:
+        # Of two columns half a halo apart a query attends to one at most: one exponential serves both.
+        tl.static_assert(KW <= NC // 2)
+        column = tl.arange(0, 2)[:, None] * (NC // 2) + tl.arange(0, NC // 2)[None, :]
+        tap = column[None, None, :, :] - at_x[:, None, None, None]
+        mine_of_two = (tap >= 0) & (tap < KW)
     per_split = (tiles + splits - 1) // splits
     for tile in range(split * per_split, tl.minimum(tiles, (split + 1) * per_split)):
         y0 = tile * TY
@@ -308,42 +323,52 @@ def forward(
             col_taps = dot(q, rel_col, PRECISION)
         if HAS_ROW:
             row_taps = dot(q, rel_row, PRECISION)
-        col = _axis_bias(col_taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
+        col = _axis_bias(col_taps, at_x, x0 - LEFT, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            halo_y = y0 - PY + chunk * NR + n // NC
+            halo_y = y0 - UP + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             s = tl.zeros((M, NK), tl.float32)
             if HAS_K:
                 at = (halo_y * dil_y * k_y)[:, None] + k_cols
-                k = _halo(k_ptr, at, load, image, y0 - PY + chunk * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
+                k = _halo(k_ptr, at, load, image, y0 - UP + chunk * NR, x0 - LEFT, h0 * D, NK, G * DP, BOXES)
                 s = dot_add(q, tl.trans(k), s, PRECISION)
             down = chunk * NR
-            row = _axis_bias(row_taps, qy - down, y0 - PY + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype)
+            row = _axis_bias(row_taps, at_y - down, y0 - UP + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype)
             s += tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_MASK:
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
             at = (halo_y * dil_y * v_y)[:, None] + v_cols
-            v = _halo(v_ptr, at, load, image, y0 - PY + chunk * NR, x0 - PX, h0 * D, NK, G * DP, BOXES)
-            new_top = tl.max(s, 1)
+            v = _halo(v_ptr, at, load, image, y0 - UP + chunk * NR, x0 - LEFT, h0 * D, NK, G * DP, BOXES)
+            if FOLD:
+                s = tl.max(tl.reshape(s, (M, NR, 2, NC // 2)), 2)
+                new_top = tl.max(tl.max(s, 1), 1)
+            else:
+                new_top = tl.max(s, 1)
             if CHUNKS > 1:
                 new_top = tl.maximum(new_top, top)
             # A query with nothing to attend to: every exponential below becomes 0.
             base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0) * scale_log2
-            p = exp2(s * scale_log2 - base[:, None])
+            if FOLD:
+                p = exp2(s * scale_log2 - base[:, None, None])
+                sums = tl.sum(tl.sum(p, 1), 1)
+                p = tl.reshape(tl.where(mine_of_two, p[:, :, None, :], 0.0), (M, NK))
+            else:
+                p = exp2(s * scale_log2 - base[:, None])
+                sums = tl.sum(p, 1)
             if CHUNKS > 1:
                 shrink = exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))
-                total = total * shrink + tl.sum(p, 1)
+                total = total * shrink + sums
                 acc = acc * shrink[:, None]
                 acc = dot_add(p.to(dtype), v, acc, PRECISION)
                 top = new_top
             else:
-                total = tl.sum(p, 1)
+                total = sums
                 acc = dot(p.to(dtype), v, PRECISION)
                 top = new_top
         some = total > 0
@@ -417,6 +442,8 @@ def backward(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
+    WHOLE_Y: tl.constexpr,
+    WHOLE_X: tl.constexpr,
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -425,13 +452,16 @@ def backward(
 
     A chunk of the halo is as tall as a tile, so that chunk i of one tile is chunk i − 1 of the next: dk and dv of a chunk stay
     in registers while the walk passes over it and are written once, when it has left the window. Neighbouring strips see up
-    to KW − 1 common columns; `merge` adds their shares in a fixed order.
+    to KW − 1 common columns; `merge` adds their shares in a fixed order. A strip as wide as the map has no neighbour and writes
+    dk and dv themselves.
     """
     MQ: tl.constexpr = TY * TX
     M: tl.constexpr = MQ * G
     NK: tl.constexpr = NR * NC
     PY: tl.constexpr = (KH - 1) // 2
     PX: tl.constexpr = (KW - 1) // 2
+    UP: tl.constexpr = 0 if WHOLE_Y else PY
+    LEFT: tl.constexpr = 0 if WHOLE_X else PX
     HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
     tl.static_assert(NR == TY)
     dtype = q_ptr.dtype.element_ty
@@ -447,7 +477,10 @@ def backward(
     own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
     n = tl.arange(0, NK)
     x = x0 + qx
-    halo_x = x0 - PX + n % NC
+    # To a query, a column or row of the halo is the tap that many behind.
+    at_y = qy + UP - PY
+    at_x = qx + LEFT - PX
+    halo_x = x0 - LEFT + n % NC
     halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
     q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
     k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
@@ -462,9 +495,16 @@ def backward(
     drel = tl.zeros((2 * HS, G * DP), tl.float32)
     per_split = (tiles + splits - 1) // splits
     first = split * per_split
-    # Shares lie as [program, row of the strip, NC, heads·D].
-    share = (tl.program_id(0).to(tl.int64) * (per_split + CHUNKS - 1)) * (NK * heads * D)
-    share_at = (n * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+    if WHOLE_X:
+        pitch = dil_y * W * grad_pixel
+        origin = (pixel0 + phase_y * W + phase_x) * grad_pixel
+        column = halo_x * dil_x * grad_pixel
+    else:
+        # Shares lie as [program, row of the strip, NC, heads·D].
+        pitch = NC * heads * D
+        origin = (tl.program_id(0).to(tl.int64) * (per_split + CHUNKS - 1) * TY - (first * TY - UP)) * pitch
+        column = n % NC * heads * D
+    place = column[:, None] + (hc * D + c % DP)[None, :]
     dk = ()
     dv = ()
     for _ in tl.static_range(CHUNKS):
@@ -485,13 +525,13 @@ def backward(
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
             taps = dot(q, rel, PRECISION)
-        table = _table(taps, qy, qx, y0 - PY, x0 - PX, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+        table = _table(taps, at_y, at_x, y0 - UP, x0 - LEFT, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
         dq = tl.zeros((M, G * DP), tl.float32)
         dtable = tl.zeros((M, 2 * HS), tl.float32)
         dk_next = ()
         dv_next = ()
         for i in tl.static_range(CHUNKS):
-            halo_y = y0 - PY + i * NR + n // NC
+            halo_y = y0 - UP + i * NR + n // NC
             there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             codes = _codes(i * NR, NR, NC, HS, dtype)
@@ -515,9 +555,16 @@ def backward(
                 dk_next = dk_next + (dk[i],)
             if HAS_REL:
                 dtable = dot_add(ds, codes, dtable, PRECISION)
+            if i == 0:
+                # Written at once: the last chunk can have these registers.
+                there = halo_in_x & _within(halo_y, LH)
+                done = origin + (halo_y * pitch)[:, None] + place
+                tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=there[:, None] & real[None, :])
+                if HAS_K:
+                    tl.store(dk_ptr + done, (dk_next[0] * scale).to(dtype), mask=there[:, None] & real[None, :])
         if HAS_REL:
-            # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy.
-            came = tl.where(slot < HS, slot + qx[:, None], slot - HS + qy[:, None])
+            # Back from halo columns and rows to taps: column tap t came from t + at_x, row tap t from t + at_y.
+            came = tl.where(slot < HS, slot + at_x[:, None], slot - HS + at_y[:, None])
             fits = (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
             dtaps = tl.gather(dtable, (came & (HS - 1)) | (slot & HS), 1)
             dtaps = tl.where(fits, dtaps, 0.0).to(dtype)
@@ -525,18 +572,15 @@ def backward(
             drel = dot_add(tl.trans(dtaps), q, drel, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
-        done = share + (tile - first) * (NK * heads * D) + share_at
-        tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=real[None, :])
-        if HAS_K:
-            tl.store(dk_ptr + done, (dk_next[0] * scale).to(dtype), mask=real[None, :])
         dk = dk_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
         dv = dv_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
-    walked = tl.minimum(tiles, first + per_split) - first
     for i in tl.static_range(CHUNKS - 1):
-        done = share + (walked + i) * (NK * heads * D) + share_at
-        tl.store(dv_ptr + done, dv[i].to(dtype), mask=real[None, :])
+        halo_y = (tl.minimum(tiles, first + per_split) + i) * TY - UP + n // NC
+        there = halo_in_x & _within(halo_y, LH)
+        done = origin + (halo_y * pitch)[:, None] + place
+        tl.store(dv_ptr + done, dv[i].to(dtype), mask=there[:, None] & real[None, :])
         if HAS_K:
-            tl.store(dk_ptr + done, (dk[i] * scale).to(dtype), mask=real[None, :])
+            tl.store(dk_ptr + done, (dk[i] * scale).to(dtype), mask=there[:, None] & real[None, :])
     if HAS_REL:
         at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
         inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
@@ -628,28 +672,28 @@ def finish_relative(
     ROW_SHARED: tl.constexpr,
     COL_SHARED: tl.constexpr,
     PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """The gradient of one tap, KW column taps then KH row taps, summed over heads where the table is shared."""
-    d = tl.arange(0, DP)
-    tap = tl.program_id(0) + tl.zeros((DP,), tl.int32)
+    """The gradient of one tap, KW column taps then KH row taps: of one head, or of all where the table is shared."""
+    tap = tl.program_id(0)
+    own = tl.program_id(1)
     is_row = tap >= KW
-    part = tl.arange(0, PARTS)[:, None]
+    shared = tl.where(is_row, 1 if ROW_SHARED else 0, 1 if COL_SHARED else 0) != 0
     slot = tl.where(is_row, HS + tap - KW, tap)
+    last = tl.where(shared, heads, own + 1)
+    d = tl.arange(0, DP)
+    i = tl.arange(0, PARTS * HEADS)
+    part = i // HEADS
     total = tl.zeros((DP,), tl.float32)
-    for head in range(heads):
-        at = ((head // G) * 2 * HS + slot) * G * DP + (head % G) * DP + d
-        at = part * groups * 2 * HS * G * DP + at[None, :]
-        mine = tl.sum(tl.load(sum_ptr + at, mask=part < parts, other=0.0), 0)
-        total += mine
-        if HAS_ROW and not ROW_SHARED:
-            at = row_ptr + (head * KH + tap - KW) * (D // 2) + d
-            tl.store(at, mine.to(row_ptr.dtype.element_ty), mask=is_row & (d < D // 2))
-        if HAS_COL and not COL_SHARED:
-            at = col_ptr + (head * KW + tap) * (D // 2) + d - D // 2
-            tl.store(at, mine.to(col_ptr.dtype.element_ty), mask=(tap < KW) & (d >= D // 2) & (d < D))
-    if HAS_ROW and ROW_SHARED:
-        at = row_ptr + (tap - KW) * (D // 2) + d
-        tl.store(at, total.to(row_ptr.dtype.element_ty), mask=is_row & (d < D // 2))
-    if HAS_COL and COL_SHARED:
-        at = col_ptr + tap * (D // 2) + d - D // 2
-        tl.store(at, total.to(col_ptr.dtype.element_ty), mask=(tap < KW) & (d >= D // 2) & (d < D))
+    for first in range(tl.where(shared, 0, own), last, HEADS):
+        head = first + i % HEADS
+        at = ((part * groups + head // G) * 2 * HS + slot) * G * DP + head % G * DP
+        use = (part < parts) & (head < last)
+        total += tl.sum(tl.load(sum_ptr + at[:, None] + d[None, :], mask=use[:, None], other=0.0), 0)
+    row_taps = d + tap * DP >= KW * DP
+    if HAS_ROW and (own == 0 or not ROW_SHARED):
+        at = row_ptr + (own * KH + tap - KW) * (D // 2) + d
+        tl.store(at, total.to(row_ptr.dtype.element_ty), mask=row_taps & (d < D // 2))
+    if HAS_COL and (own == 0 or not COL_SHARED):
+        at = col_ptr + (own * KW + tap) * (D // 2) + d - D // 2
+        tl.store(at, total.to(col_ptr.dtype.element_ty), mask=~row_taps & (d >= D // 2) & (d < D))

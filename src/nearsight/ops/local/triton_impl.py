@@ -90,10 +90,12 @@ class Geometry(NamedTuple):
     stages: int
     registers: int | None = None
     boxes: bool = False
+    whole_y: bool = False
+    whole_x: bool = False
 
 
 class _Choice(NamedTuple):
-    """Heads at once, warps, pipeline stages, registers per thread; forward: halo pixels per chunk, copy engine or pointers."""
+    """Heads at once, warps, stages, registers per thread; forward: halo pixels per chunk, copy engine or pointers; the tile."""
 
     g: int
     warps: int
@@ -101,6 +103,7 @@ class _Choice(NamedTuple):
     keys: int = 128
     registers: int | None = None
     boxes: bool = False
+    tile: tuple[int, int] = (2, 8)
 
 
 # Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
@@ -116,24 +119,53 @@ CHOICES = {
     ("walk", 32): _Choice(1, 2, 2),
     ("walk", 64): _Choice(1, 4, 2),
     ("walk", 128): _Choice(1, 8, 1),
+    # Maps whose rows, or which as a whole, fit one tile (`_fit`); measured at 14×14 and at 7×7.
+    ("forward row", 8): _Choice(2, 4, 2, boxes=True, tile=(2, 16)),
+    ("forward row", 16): _Choice(1, 2, 2, boxes=True, tile=(2, 16)),
+    ("forward row", 32): _Choice(1, 2, 2, boxes=True, tile=(2, 16)),
+    ("walk row", 8): _Choice(2, 4, 2, tile=(2, 16)),
+    ("walk row", 16): _Choice(1, 2, 2, tile=(2, 16)),
+    ("walk row", 32): _Choice(1, 2, 2, tile=(2, 16)),
+    ("forward map", 8): _Choice(2, 4, 1, boxes=True, tile=(8, 8)),
+    ("forward map", 16): _Choice(1, 4, 1, boxes=True, tile=(8, 8)),
+    ("forward map", 32): _Choice(1, 4, 1, boxes=True, tile=(8, 8)),
+    ("forward map", 64): _Choice(1, 4, 2, boxes=True, tile=(8, 8)),
+    ("walk map", 8): _Choice(2, 4, 1, tile=(8, 8)),
+    ("walk map", 16): _Choice(1, 4, 1, tile=(8, 8)),
+    ("walk map", 32): _Choice(1, 4, 1, tile=(8, 8)),
+    ("walk map", 64): _Choice(1, 4, 1, tile=(8, 8)),
 }
 
 
+def _fit(dim: int, size: int, kernel: str, height: int, width: int, zeros: bool) -> str:
+    """Whether the halo is a map's own rows (" row") or all of it (" map"), as it can be of small maps.
+
+    Not with the border that gives mass to pixels outside the map; not in float32, which was not timed.
+    """
+    fit = " row" if width > 8 else " map" if height <= 8 else ""
+    choice = CHOICES.get((kernel + fit, next_power_of_two(dim)))
+    if zeros or size == 4 or fit == "" or choice is None or width > choice.tile[1]:
+        return ""
+    return fit
+
+
 @functools.lru_cache(maxsize=256)
-def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str) -> Geometry:
-    """A fixed choice per kernel, head-dim class and window, never per image size. `size` is bytes per element."""
-    ty, tx = 2, 8
+def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit: str = "") -> Geometry:
+    """A fixed choice per kernel, head-dim class, window and `_fit`, never per image size. `size` is bytes per element."""
     padded = next_power_of_two(dim)
-    choice = CHOICES["walk" if kernel == "walk" else "forward", max(8, padded)]
+    choice = CHOICES["walk" + fit if kernel == "walk" else "forward" + fit, max(8, padded)]
+    ty, tx = choice.tile
+    whole_y, whole_x = fit == " map", fit != ""
     if size == 4 or kernel in ("queries", "keys"):
         choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=None)
     # Products need a depth of 16: heads of fewer channels share one.
     g = max(min(choice.g, next_power_of_two(heads)), 16 // padded)
-    nc = next_power_of_two(tx + kw - 1)
-    rows = ty + kh - 1
+    nc = tx if whole_x else next_power_of_two(tx + kw - 1)
+    rows = ty if whole_y else ty + kh - 1
     # In the walk a chunk is as tall as a tile.
     nr = ty if kernel == "walk" else min(max(choice.keys // nc, 1), next_power_of_two(rows))
-    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), choice.warps, choice.stages, choice.registers, choice.boxes)
+    launch = (choice.warps, choice.stages, choice.registers, choice.boxes)
+    return Geometry(ty, tx, g, nr, nc, _ceil(rows, nr), *launch, whole_y, whole_x)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -143,6 +175,21 @@ def _ceil(a: int, b: int) -> int:
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+class _Cut(NamedTuple):
+    """Into how many strips a map is cut, a strip into tiles, the heads into groups, and how many programs walk one strip."""
+
+    strips: int
+    tiles: int
+    groups: int
+    splits: int
+
+
+def _cut(shape: Geometry, maps: int, heads: int, height: int, width: int, wanted: int) -> _Cut:
+    strips, tiles, groups = _ceil(width, shape.tx), _ceil(height, shape.ty), _ceil(heads, shape.g)
+    splits = max(1, min(tiles // shape.chunks, _ceil(wanted, max(maps * strips * groups, 1))))
+    return _Cut(strips, tiles, groups, _ceil(tiles, _ceil(tiles, splits)))  # no splits without tiles
 
 
 class _Launch(NamedTuple):
@@ -160,20 +207,23 @@ def _launch(
     key_mask: Tensor | None,
     window: list[int],
     dilation: list[int],
+    zeros: bool,
     kernel: str,
 ) -> _Launch:
     """Grid and arguments that the kernels share."""
     batch, height, width, heads, dim = q.shape
     (kh, kw), (dil_y, dil_x) = window, dilation
-    shape = geometry(dim, heads, kh, kw, q.element_size(), kernel)
-    strips = _ceil(_ceil(width, dil_x), shape.tx)
-    tiles = _ceil(_ceil(height, dil_y), shape.ty)
-    groups = _ceil(heads, shape.g)
-    programs = batch * dil_y * dil_x * strips * groups
+    lattice = _ceil(height, dil_y), _ceil(width, dil_x)
+    fit = _fit(dim, q.element_size(), kernel, *lattice, zeros)
+    shape = geometry(dim, heads, kh, kw, q.element_size(), kernel, fit)
     # Enough programs for several waves over the chip, else whole strips, which reuse their neighbours' rows.
     wanted = 4 if q.device.type != "cuda" else 12 * _multiprocessors(q.device.index or 0)
-    splits = max(1, min(tiles // shape.chunks, _ceil(wanted, max(programs, 1))))
-    splits = _ceil(tiles, _ceil(tiles, splits))  # none without tiles
+    cut = _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted)
+    if kernel == "walk" and shape.whole_x and cut.splits > 1:
+        # A tall map of few images: strips in splits, whose shares overlap and are merged.
+        shape = geometry(dim, heads, kh, kw, q.element_size(), kernel)
+        cut = _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted)
+    strips, tiles, groups, splits = cut
     key = q if k is None else k
     runtime = {
         "H": height,
@@ -220,7 +270,10 @@ def _launch(
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
+    if kernel in ("forward", "walk"):
+        constants |= {"WHOLE_Y": shape.whole_y, "WHOLE_X": shape.whole_x}
     if kernel == "forward":
+        constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
     if shape.registers is not None and q.device.type == "cuda":
         constants["maxnreg"] = shape.registers
@@ -253,9 +306,8 @@ def _source(t: Tensor, constants: dict[str, Any]) -> Any:
 
 
 def _half_slots(constants: dict[str, Any]) -> int:
-    return max(
-        8, constants["NC"], next_power_of_two(constants["NR"] * constants["CHUNKS"]), next_power_of_two(constants["KH"])
-    )
+    rows, taps = constants["NR"] * constants["CHUNKS"], max(constants["KH"], constants["KW"])
+    return max(8, constants["NC"], next_power_of_two(rows), next_power_of_two(taps))
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -297,7 +349,7 @@ def _attend(
         return out, lse
     from nearsight.ops.local import kernels
 
-    launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "forward")
+    launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, "forward")
     with torch.cuda.device_of(q):
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         launch_kernel(
@@ -339,7 +391,7 @@ def _gradients(
     from nearsight.ops.local import kernels
 
     walk = window[0] <= TALLEST_WALK
-    launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "walk" if walk else "queries")
+    launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, "walk" if walk else "queries")
     half = _half_slots(launch.constants)
     relative = rel_row is not None or rel_col is not None
     shape = (*launch.grid, 2 * half, launch.constants["G"], launch.constants["DP"])
@@ -351,7 +403,7 @@ def _gradients(
         if walk:
             _walk(kernels, tensors, launch, numbers, half, zeros, into, partial)
         else:
-            keys = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, "keys")
+            keys = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, "keys")
             _two_passes(tensors, launch, keys, numbers, half, zeros, into, partial)
         if relative:
             _sum_relative(kernels, partial, launch, half, *tables)
@@ -382,15 +434,16 @@ def _walk(
     into: tuple[Tensor, Tensor | None, Tensor],
     partial: Tensor,
 ) -> None:
-    """All gradients in one walk, then the sum of the strips' shares of dk and dv."""
+    """All gradients in one walk, then the sum of the strips' shares of dk and dv, where there are several."""
     dq, dk, dv = into
     use, fixed = launch.runtime, launch.constants
     batch, height, width, heads, dim = dq.shape
     per_split = _ceil(use["tiles"], use["splits"])
     rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
     shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
-    dv_share = torch.empty(shape, dtype=dq.dtype, device=dq.device)
-    dk_share = dv_share if dk is None else torch.empty_like(dv_share)
+    # A strip as wide as the map shares nothing.
+    dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
+    dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
     launch_kernel(
         kernels.backward,
         launch.grid,
@@ -401,6 +454,8 @@ def _walk(
         ZEROS=zeros,
         **fixed,
     )
+    if fixed["WHOLE_X"]:
+        return
     channels = heads * dim
     padded = next_power_of_two(channels)
     pixels = max(1, 4096 // padded)
@@ -467,9 +522,10 @@ def _sum_relative(
     fixed, heads = launch.constants, launch.runtime["heads"]
     summed = add_rows(partial, 16)
     either = drow if drow is not None else dcol
+    per_head = any(t is not None and t.shape[0] > 1 for t in (drow, dcol))
     launch_kernel(
         kernels.finish_relative,
-        (fixed["KW"] + fixed["KH"],),
+        (fixed["KW"] + fixed["KH"], heads if per_head else 1),
         summed,
         either if drow is None else drow,
         either if dcol is None else dcol,
@@ -481,7 +537,8 @@ def _sum_relative(
         ROW_SHARED=drow is None or drow.shape[0] == 1,
         COL_SHARED=dcol is None or dcol.shape[0] == 1,
         PARTS=16,
-        num_warps=1,
+        HEADS=8,
+        num_warps=4,
     )
 
 
