@@ -30,7 +30,7 @@ __all__ = ["launch", "replayed", "without_replays"]
 Result = TypeVar("Result", bound="Tensor | tuple[Tensor, ...] | list[Tensor]")
 
 # Sizes may come without end.
-MOST_KEPT = 10_000
+MOST_KEPT = 2_000
 ALIGNMENT = 512  # of the temporary tensors, as torch allocates them
 
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("nearsight_recorder", default=None)
@@ -149,13 +149,17 @@ class _Place(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A loaded kernel: the driver's launcher, the grid, what the launcher takes next, and all arguments."""
+    """A loaded kernel: the driver's launcher, the grid, what the launcher takes next, and all arguments.
+
+    The kernel is kept, because Triton unloads one that nobody has.
+    """
 
     run: Callable[..., None]
     grid: tuple[int, int, int]
     handles: tuple[Any, ...]
     arguments: list[Any]
     places: list[_Place]
+    kernel: Any
 
 
 class _Allocation(NamedTuple):
@@ -189,7 +193,7 @@ class _Replay(NamedTuple):
         zeros = [torch.zeros(size, dtype=torch.uint8, device=device) for size in self.zeros]
         results = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device) for a in self.results]
         bases = [*pointers, *[t.data_ptr() for t in (temporary, *zeros, *results)]]
-        for run, grid, handles, template, places in self.launches:
+        for run, grid, handles, template, places, _ in self.launches:
             arguments = template.copy()
             for argument, base, offset, descriptor in places:
                 pointer = bases[base] + offset
@@ -248,7 +252,7 @@ class _Recorder(TorchDispatchMode):
             self.empty.append(result)
         elif name in self.ZEROS:
             self.zeros.append(result)
-        elif not all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        elif not _is_view(func._schema):
             self.pure = False
         return result
 
@@ -283,7 +287,7 @@ class _Recorder(TorchDispatchMode):
             template = [None if _points(a) else a for a in given]
             x, y, z = (*grid, 1, 1)[:3]
             handles = compiled.function, compiled.packed_metadata
-            launches.append(_Launch(compiled.run, (x, y, z), handles, template, [p for p in places if p]))
+            launches.append(_Launch(compiled.run, (x, y, z), handles, template, [p for p in places if p], compiled))
         allocations = [_Allocation(t.shape, t.stride(), t.dtype) for t in results]
         zeros = [t.untyped_storage().nbytes() for t in self.zeros]
         kind = Tensor if isinstance(result, Tensor) else type(result)
@@ -291,7 +295,7 @@ class _Recorder(TorchDispatchMode):
 
     def _place(self, found: dict[int, tuple[int, int]], argument: int, value: Any) -> _Place | None:
         """Where to find an argument's pointer in the next call; None where several of the call's tensors may hold it."""
-        tensor, descriptor = (value, None) if isinstance(value, Tensor) else (value.base, value)
+        tensor, descriptor = (value, None) if isinstance(value, Tensor) else (value.base, _described(value, 0))
         pointer, storage = tensor.data_ptr(), _storage(tensor)
         if tensor.untyped_storage().nbytes() == 0:
             return _Place(argument, len(self.tensors), 0, descriptor)
@@ -304,6 +308,12 @@ class _Recorder(TorchDispatchMode):
         if not near:
             return None
         return _Place(argument, near[0], pointer - self.tensors[near[0]].data_ptr(), descriptor)
+
+
+def _is_view(schema: Any) -> bool:
+    """Whether an operator only gives other views of its arguments."""
+    aliases = [r.alias_info for r in schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
 def _points(argument: Any) -> bool:
