@@ -66,14 +66,14 @@ def _shared_taps(
     """The body of `_columns`' loop, by exponentials once per pixel: Σ power·exp(bias)·scale·(g·v)."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
     w = load_table(table_at, G > 0, G - L, KH, L, G)
-    e = powers(at, y0, x, H, W, ref, 1, count, L)
     for c in tl.static_range(count):
+        e = powers(at[c * L : (c + 1) * L], y0 + c, x, H, W, ref, 1, 1, L)
         v = load_channels(value_at[c], D, DP)
         for r in tl.static_range(ROWS):
             if c >= r * SY and c < r * SY + KH:
                 gv = tl.sum(g[r] * v, axis=1)
                 for l in tl.static_range(L):
-                    power = e[c * L + l]
+                    power = e[l]
                     if G > 0:
                         power = power * w[(c - r * SY) * L + l]
                     sums = sums[: r * L + l] + (sums[r * L + l] + power * gv,) + sums[r * L + l + 1 :]

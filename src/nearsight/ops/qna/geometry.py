@@ -32,13 +32,14 @@ def geometry(
     stride: Sequence[int],
     height: int,
     half: bool,
+    shared: bool,
     dealt: bool,
 ) -> Geometry:
     """The launch geometry of `kernel` ("forward", "delta" or "backward"): a fixed table, no tuning at run time.
 
     One warp per program; with half types a thread holds 8 channels of one pixel, so one pixel's head when D = 8. Only `steps`
-    depends on the map, and no compilation on `steps`. In the backward of larger windows a tile may be taller where the tables'
-    sums are `dealt` out to the lanes.
+    depends on the map, and no compilation on `steps`. Exponentials `shared` by a thread's windows and sums `dealt` out to the
+    lanes leave registers for more rows.
     """
     lanes = lanes_of(dim, half)
     unroll = window[0] * window[1] * queries <= UNROLLED_SUMS
@@ -46,12 +47,14 @@ def geometry(
     # More rows load fewer pixels twice but leave fewer warps to hide the loads: measured for both kinds of windows.
     tall = rows == 2 and max(stride) == 1 and max(window) <= 7
     if kernel == "forward":
-        if tall and half:
-            return Geometry(lanes, 4, 1, unroll, 128 if unroll else 112)
-        return Geometry(lanes, rows, 1, unroll)
+        if tall and half and shared:
+            return Geometry(lanes, 4, 1, unroll, 112)
+        if unroll and tall and half:
+            return Geometry(lanes, 4, 1, unroll, 128)
+        return Geometry(lanes, rows, 1, unroll, 128 if tall and half else None)
     if kernel == "delta":
-        if tall and half:
-            return Geometry(lanes, 4, 1, unroll, 96)
+        if unroll and tall and half and shared:
+            return Geometry(lanes, 4, 1, unroll, 128)
         return Geometry(lanes, 4 if tall and not unroll else rows, 1, unroll)
     unroll = unroll and stride[1] == 1
     if tall and half and dealt and not unroll:

@@ -80,7 +80,7 @@ class Problem(NamedTuple):
         half = self.values.dtype != torch.float32
         height, dim = self.values.shape[1], self.values.shape[4]
         dealt = self.share(lanes_of(dim, half)) > 0
-        return geometry(kernel, self.scores.shape[3], dim, self.window, self.stride, height, half, dealt)
+        return geometry(kernel, self.scores.shape[3], dim, self.window, self.stride, height, half, self.shared, dealt)
 
     def share(self, lanes: int) -> int:
         """How many of a tap's sums each lane of a head is left with where they are dealt out, 0 where they cannot be.
