@@ -106,12 +106,17 @@ def test_the_gradient_is_compiled_with_the_output(monkeypatch):
     import triton
 
     compiled = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.name))
+
+    def remember(*, fn, **_):
+        compiled.append(fn.name.rsplit(".", 1)[-1])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
     inputs = make(torch.bfloat16, (40, 50), 72, heads=1)
     values, radius = inputs["values"].requires_grad_(), inputs["radius"].requires_grad_()
     out = explicit_attention(values, kind="gaussian", radius=radius, backend="triton")
     before = len(compiled)
-    assert before >= 7
+    # Those that depend on the channels; the others may be there from other tests.
+    assert {"forward", "forward_x", "forward_y", "backward", "backward_y", "backward_x"} <= set(compiled)
     torch.autograd.grad(out, (values, radius), torch.ones_like(out).contiguous())
     assert len(compiled) == before, compiled[before:]
 
