@@ -463,6 +463,8 @@ def backward(
     UP: tl.constexpr = 0 if WHOLE_Y else PY
     LEFT: tl.constexpr = 0 if WHOLE_X else PX
     HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    # Three TF32 products keep 22 bits of a term: of some tens, as wide heads have them, that moves a probability by 4e-6.
+    TERMS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and D > 16 else PRECISION
     tl.static_assert(NR == TY)
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
@@ -535,7 +537,7 @@ def backward(
             there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             codes = _codes(i * NR, NR, NC, HS, dtype)
-            s = dot(table, tl.trans(codes), PRECISION)
+            s = dot(table, tl.trans(codes), TERMS)
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
                 s = dot_add(q, tl.trans(k), s, PRECISION)

@@ -157,7 +157,9 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit
     ty, tx = choice.tile
     whole_y, whole_x = fit == " map", fit != ""
     if size == 4 or kernel in ("queries", "keys"):
-        choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=None)
+        # Left to itself, ptxas gives some float32 walks 32 registers, and spills twice as much.
+        registers = 255 if kernel == "walk" else None
+        choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=registers)
     # Products need a depth of 16: heads of fewer channels share one.
     g = max(min(choice.g, next_power_of_two(heads)), 16 // padded)
     nc = tx if whole_x else next_power_of_two(tx + kw - 1)
