@@ -1,23 +1,15 @@
 """The backward of local attention for windows too tall to walk: queries first, then keys by the transposed window.
 
-The walk of `kernels.py` keeps a strip's dk and dv in registers, as many chunks of them as the window is tall. These two kernels
-keep one tile and compute the logits twice instead. Layout and letters are those of `kernels.py`.
+The walk of `gradient_kernels.py` keeps a strip's dk and dv in registers, as many chunks of them as the window is tall. These
+two kernels keep one tile and compute the logits twice instead. Layout and letters are those of `kernels.py`.
 """
 
 import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add
-from nearsight.ops.local.kernels import (
-    RUNTIME,
-    _codes,
-    _load_lse,
-    _probabilities,
-    _relative,
-    _strip,
-    _table,
-    _within,
-)
+from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative, _table
+from nearsight.ops.local.kernels import RUNTIME, _strip, _within
 
 __all__ = ["backward_keys", "backward_queries"]
 

@@ -390,8 +390,6 @@ def _gradients(
             if t is not None:
                 t.zero_()
         return [t.zero_() for t in tables if t is not None]
-    from nearsight.ops.local import kernels
-
     walk = window[0] <= TALLEST_WALK
     launch = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, "walk" if walk else "queries")
     half = _half_slots(launch.constants)
@@ -403,12 +401,12 @@ def _gradients(
     numbers = {"grad_pixel": into[0].stride(2), "scale": scale, "scale_log2": scale * math.log2(math.e)}
     with torch.cuda.device_of(q):
         if walk:
-            _walk(kernels, tensors, launch, numbers, half, zeros, into, partial)
+            _walk(tensors, launch, numbers, half, zeros, into, partial)
         else:
             keys = _launch(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, "keys")
             _two_passes(tensors, launch, keys, numbers, half, zeros, into, partial)
         if relative:
-            _sum_relative(kernels, partial, launch, half, *tables)
+            _sum_relative(partial, launch, half, *tables)
     return [t for t in tables if t is not None]
 
 
@@ -427,7 +425,6 @@ class _Tensors(NamedTuple):
 
 
 def _walk(
-    kernels: Any,
     t: _Tensors,
     launch: _Launch,
     numbers: dict[str, Any],
@@ -437,6 +434,8 @@ def _walk(
     partial: Tensor,
 ) -> None:
     """All gradients in one walk, then the sum of the strips' shares of dk and dv, where there are several."""
+    from nearsight.ops.local import gradient_kernels, sum_kernels
+
     dq, dk, dv = into
     use, fixed = launch.runtime, launch.constants
     batch, height, width, heads, dim = dq.shape
@@ -447,7 +446,7 @@ def _walk(
     dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
     launch_kernel(
-        kernels.backward,
+        gradient_kernels.backward,
         launch.grid,
         *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
         **use,
@@ -462,7 +461,7 @@ def _walk(
     padded = next_power_of_two(channels)
     pixels = max(1, 4096 // padded)
     launch_kernel(
-        kernels.merge,
+        sum_kernels.merge,
         (_ceil(height * width, pixels), batch),
         dk_share,
         dv_share,
@@ -517,16 +516,16 @@ def _two_passes(
     )
 
 
-def _sum_relative(
-    kernels: Any, partial: Tensor, launch: _Launch, half: int, drow: Tensor | None, dcol: Tensor | None
-) -> None:
+def _sum_relative(partial: Tensor, launch: _Launch, half: int, drow: Tensor | None, dcol: Tensor | None) -> None:
     """The relative tables' gradients from every program's share, added in a fixed order."""
+    from nearsight.ops.local import sum_kernels
+
     fixed, heads = launch.constants, launch.runtime["heads"]
     summed = add_rows(partial, 16)
     either = drow if drow is not None else dcol
     per_head = any(t is not None and t.shape[0] > 1 for t in (drow, dcol))
     launch_kernel(
-        kernels.finish_relative,
+        sum_kernels.finish_relative,
         (fixed["KW"] + fixed["KH"], heads if per_head else 1),
         summed,
         either if drow is None else drow,

@@ -1,0 +1,308 @@
+"""The backward of local attention in one walk down each strip. Layout and letters are those of `kernels.py`."""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
+from nearsight.ops.local.kernels import RUNTIME, _strip, _within
+
+__all__ = ["backward"]
+
+
+@triton.jit
+def _relative(
+    row_ptr,
+    col_ptr,
+    row_head,
+    col_head,
+    h0,
+    heads,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    G: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The relative tables as one operand [G·DP, 2·HS]: column taps first, then row taps."""
+    c = tl.arange(0, G * DP)[:, None]
+    s = tl.arange(0, 2 * HS)[None, :]
+    h = h0 + c // DP
+    d = c % DP
+    table = tl.zeros((G * DP, 2 * HS), tl.float32)
+    if HAS_COL:
+        use = (s < KW) & (d >= D // 2) & (d < D) & (h < heads)
+        table += tl.load(col_ptr + h * col_head + s * (D // 2) + d - D // 2, mask=use, other=0.0)
+    if HAS_ROW:
+        use = (s >= HS) & (s < HS + KH) & (d < D // 2) & (h < heads)
+        table += tl.load(row_ptr + h * row_head + (s - HS) * (D // 2) + d, mask=use, other=0.0)
+    return table.to(dtype)
+
+
+@triton.jit
+def _codes(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+    """One-hot codes [NK, 2·HS] of NR rows of the halo from row FIRST on: a pixel's column, then its row."""
+    n = tl.arange(0, NR * NC)[:, None]
+    s = tl.arange(0, 2 * HS)[None, :]
+    return tl.where(s < HS, n % NC == s, n // NC + FIRST == s - HS).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _table(
+    taps,
+    qy,
+    qx,
+    first_row,
+    first_col,
+    rows,
+    H,
+    W,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    HS: tl.constexpr,
+    CHECK_IMAGE: tl.constexpr,
+    HAS_REL: tl.constexpr,
+    LARGE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Move each query's terms from taps to the halo's columns and rows, −LARGE where window or image ends.
+
+    `rows` is the halo row that the chunk starts with; a halo row r is tap rows + r − qy, a halo column c is tap c − qx.
+    """
+    s = tl.arange(0, 2 * HS)[None, :]
+    tap = tl.where(s < HS, s - qx[:, None], s - HS + rows - qy[:, None])
+    fits = (tap >= 0) & (tap < tl.where(s < HS, KW, KH))
+    if CHECK_IMAGE:
+        at = tl.where(s < HS, first_col + s, first_row + rows + s - HS)
+        fits = fits & _within(at, tl.where(s < HS, W, H))
+    if HAS_REL:
+        moved = tl.gather(taps, (tap & (HS - 1)) | (s & HS), 1)
+        return tl.where(fits, moved, -LARGE).to(dtype)
+    else:
+        return tl.where(fits, 0.0, -LARGE).to(dtype)
+
+
+@triton.jit
+def _load_lse(lse_ptr, at, mask, LARGE: tl.constexpr, LSE_PARTS: tl.constexpr):
+    """The log-sum-exp of queries: in half types one number and a stand-in; in float32 the largest logit, and the rest of it.
+
+    As one float32 it would be rounded like a number of the largest logit's size, and with it every probability.
+    """
+    lse = tl.load(lse_ptr + LSE_PARTS * at, mask=mask, other=LARGE)
+    rest = tl.load(lse_ptr + LSE_PARTS * at + 1, mask=mask, other=0.0) if LSE_PARTS == 2 else lse
+    return lse, rest
+
+
+@triton.jit
+def _probabilities(logits, lse, rest, LSE_PARTS: tl.constexpr):
+    logits -= lse
+    if LSE_PARTS == 2:
+        logits -= rest
+    return exp2(logits)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def backward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    drel_ptr,
+    row_ptr,
+    col_ptr,
+    mask_ptr,
+    H,
+    W,
+    heads,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    grad_pixel,
+    scale,
+    scale_log2,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    q_h: tl.constexpr,
+    k_h: tl.constexpr,
+    v_h: tl.constexpr,
+    G: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ZEROS: tl.constexpr,
+    WHOLE_Y: tl.constexpr,
+    WHOLE_X: tl.constexpr,
+    LARGE: tl.constexpr,
+    LSE_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Every gradient of a strip in one walk: dq, and the strip's shares of dk, dv and the relative tables.
+
+    A chunk of the halo is as tall as a tile, so that chunk i of one tile is chunk i − 1 of the next: dk and dv of a chunk stay
+    in registers while the walk passes over it and are written once, when it has left the window. Neighbouring strips see up
+    to KW − 1 common columns; `merge` adds their shares in a fixed order. A strip as wide as the map has no neighbour and writes
+    dk and dv themselves.
+    """
+    MQ: tl.constexpr = TY * TX
+    M: tl.constexpr = MQ * G
+    NK: tl.constexpr = NR * NC
+    PY: tl.constexpr = (KH - 1) // 2
+    PX: tl.constexpr = (KW - 1) // 2
+    UP: tl.constexpr = 0 if WHOLE_Y else PY
+    LEFT: tl.constexpr = 0 if WHOLE_X else PX
+    HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    # Three TF32 products keep 22 bits of a term: of some tens, as wide heads have them, that moves a probability by 4e-6.
+    TERMS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and D > 16 else PRECISION
+    tl.static_assert(NR == TY)
+    dtype = q_ptr.dtype.element_ty
+    image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
+    h0 = tl.program_id(1) * G
+    m = tl.arange(0, M)
+    g = m // MQ
+    qy = m % MQ // TX
+    qx = m % TX
+    c = tl.arange(0, G * DP)
+    hc = h0 + c // DP
+    real = (c % DP < D) & (hc < heads)
+    own = (g[:, None] == (c // DP)[None, :]) & real[None, :]
+    n = tl.arange(0, NK)
+    x = x0 + qx
+    # To a query, a column or row of the halo is the tap that many behind.
+    at_y = qy + UP - PY
+    at_x = qx + LEFT - PX
+    halo_x = x0 - LEFT + n % NC
+    halo_in_x = _within(halo_x, LW) & (n % NC < TX + KW - 1)
+    q_ptr += image * q_b + phase_y * q_y + phase_x * q_x
+    k_ptr += image * k_b + phase_y * k_y + phase_x * k_x
+    v_ptr += image * v_b + phase_y * v_y + phase_x * v_x
+    q_cols = (x * dil_x * q_x)[:, None] + (hc * q_h + c % DP)[None, :]
+    k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
+    v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
+    pixel0 = image * H * W
+    slot = tl.arange(0, 2 * HS)[None, :]
+    if HAS_REL:
+        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
+    drel = tl.zeros((2 * HS, G * DP), tl.float32)
+    per_split = (tiles + splits - 1) // splits
+    first = split * per_split
+    if WHOLE_X:
+        pitch = dil_y * W * grad_pixel
+        origin = (pixel0 + phase_y * W + phase_x) * grad_pixel
+        column = halo_x * dil_x * grad_pixel
+    else:
+        # Shares lie as [program, row of the strip, NC, heads·D].
+        pitch = NC * heads * D
+        origin = (tl.program_id(0).to(tl.int64) * (per_split + CHUNKS - 1) * TY - (first * TY - UP)) * pitch
+        column = n % NC * heads * D
+    place = column[:, None] + (hc * D + c % DP)[None, :]
+    dk = ()
+    dv = ()
+    for _ in tl.static_range(CHUNKS):
+        dk = dk + (tl.zeros((NK, G * DP), tl.float32),)
+        dv = dv + (tl.zeros((NK, G * DP), tl.float32),)
+    for tile in range(first, tl.minimum(tiles, first + per_split)):
+        y0 = tile * TY
+        y = y0 + qy
+        inside = (y < LH) & (x < LW)
+        mine = own & inside[:, None]
+        pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
+        flat_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
+        q = tl.load(q_ptr + (y * dil_y * q_y)[:, None] + q_cols, mask=mine, other=0.0)
+        grad = tl.load(grad_ptr + flat_at, mask=mine, other=0.0)
+        out = tl.load(out_ptr + flat_at, mask=mine, other=0.0)
+        delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        lse, rest = _load_lse(lse_ptr, pixel * heads + h0 + g, inside & (h0 + g < heads), LARGE, LSE_PARTS)
+        taps = tl.zeros((M, 2 * HS), tl.float32)
+        if HAS_REL:
+            taps = dot(q, rel, PRECISION)
+        table = _table(taps, at_y, at_x, y0 - UP, x0 - LEFT, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+        dq = tl.zeros((M, G * DP), tl.float32)
+        dtable = tl.zeros((M, 2 * HS), tl.float32)
+        dk_next = ()
+        dv_next = ()
+        for i in tl.static_range(CHUNKS):
+            halo_y = y0 - UP + i * NR + n // NC
+            there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
+            load = there[:, None] & real[None, :]
+            codes = _codes(i * NR, NR, NC, HS, dtype)
+            s = dot(table, tl.trans(codes), TERMS)
+            if HAS_K:
+                k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
+                s = dot_add(q, tl.trans(k), s, PRECISION)
+            if HAS_MASK:
+                pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
+                attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
+                s = tl.where(attended[None, :], s, -LARGE)
+            p = _probabilities(s * scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
+            v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
+            dp = dot(grad, tl.trans(v), PRECISION)
+            ds = (p * (dp - delta[:, None])).to(dtype)
+            dv_next = dv_next + (dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)
+            if HAS_K:
+                dq = dot_add(ds, k, dq, PRECISION)
+                dk_next = dk_next + (dot_add(tl.trans(ds), q, dk[i], PRECISION),)
+            else:
+                dk_next = dk_next + (dk[i],)
+            if HAS_REL:
+                dtable = dot_add(ds, codes, dtable, PRECISION)
+            if i == 0:
+                # Written at once: the last chunk can have these registers.
+                there = halo_in_x & _within(halo_y, LH)
+                done = origin + (halo_y * pitch)[:, None] + place
+                tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=there[:, None] & real[None, :])
+                if HAS_K:
+                    tl.store(dk_ptr + done, (dk_next[0] * scale).to(dtype), mask=there[:, None] & real[None, :])
+        if HAS_REL:
+            # Back from halo columns and rows to taps: column tap t came from t + at_x, row tap t from t + at_y.
+            came = tl.where(slot < HS, slot + at_x[:, None], slot - HS + at_y[:, None])
+            fits = (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
+            dtaps = tl.gather(dtable, (came & (HS - 1)) | (slot & HS), 1)
+            dtaps = tl.where(fits, dtaps, 0.0).to(dtype)
+            dq = dot_add(dtaps, tl.trans(rel), dq, PRECISION)
+            drel = dot_add(tl.trans(dtaps), q, drel, PRECISION)
+        dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
+        tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
+        dk = dk_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
+        dv = dv_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
+    for i in tl.static_range(CHUNKS - 1):
+        halo_y = (tl.minimum(tiles, first + per_split) + i) * TY - UP + n // NC
+        there = halo_in_x & _within(halo_y, LH)
+        done = origin + (halo_y * pitch)[:, None] + place
+        tl.store(dv_ptr + done, dv[i].to(dtype), mask=there[:, None] & real[None, :])
+        if HAS_K:
+            tl.store(dk_ptr + done, (dk[i] * scale).to(dtype), mask=there[:, None] & real[None, :])
+    if HAS_REL:
+        at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
+        inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
+        tl.store(drel_ptr + at + inner, drel * scale)

@@ -1,0 +1,122 @@
+"""What the programs of a backward left, added up in a fixed order: shares of dk and dv, the relative tables' gradients.
+
+Layout and letters are those of `kernels.py`.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+__all__ = ["finish_relative", "merge"]
+
+
+@triton.jit(do_not_specialize=["H", "W", "strips", "splits", "tiles", "dil_y", "dil_x", "per_split"])
+def merge(
+    dk_share_ptr,
+    dv_share_ptr,
+    dk_ptr,
+    dv_ptr,
+    H,
+    W,
+    strips,
+    splits,
+    tiles,
+    dil_y,
+    dil_x,
+    per_split,
+    grad_pixel,
+    CHANNELS: tl.constexpr,
+    CP: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    TY: tl.constexpr,
+    TX: tl.constexpr,
+    NC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    OVER_Y: tl.constexpr,
+    OVER_X: tl.constexpr,
+    PIXELS: tl.constexpr,
+    HAS_K: tl.constexpr,
+):
+    """Add up what the strips (and the splits of a strip) hold of dk and dv, in a fixed order."""
+    PY: tl.constexpr = (KH - 1) // 2
+    PX: tl.constexpr = (KW - 1) // 2
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    x = pixel % W
+    y = pixel // W
+    image = tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, CP)
+    walk = ((image * dil_y + y % dil_y) * dil_x + x % dil_x) * strips
+    y = y // dil_y
+    x = x // dil_x
+    last_split = tl.minimum((y + PY) // (per_split * TY), splits - 1)
+    last_strip = tl.minimum((x + PX) // TX, strips - 1)
+    rows = (per_split + CHUNKS - 1) * TY
+    dk = tl.zeros((PIXELS, CP), tl.float32)
+    dv = tl.zeros((PIXELS, CP), tl.float32)
+    for i in tl.static_range(OVER_Y):
+        split = last_split - i
+        row = y + PY - split * per_split * TY
+        # The last split may walk fewer tiles, so fewer rows of its share were written.
+        written = (tl.minimum(per_split, tiles - split * per_split) + CHUNKS - 1) * TY
+        for j in tl.static_range(OVER_X):
+            strip = last_strip - j
+            column = x + PX - strip * TX
+            use = (split >= 0) & (row < written) & (strip >= 0) & (column < TX + KW - 1) & (pixel < H * W)
+            at = (((walk + strip) * splits + split) * rows + row) * NC + column
+            at = (at * CHANNELS)[:, None] + c[None, :]
+            use = use[:, None] & (c < CHANNELS)[None, :]
+            dv += tl.load(dv_share_ptr + at, mask=use, other=0.0).to(tl.float32)
+            if HAS_K:
+                dk += tl.load(dk_share_ptr + at, mask=use, other=0.0).to(tl.float32)
+    at = ((image * H * W + pixel) * grad_pixel)[:, None] + c[None, :]
+    use = (pixel < H * W)[:, None] & (c < CHANNELS)[None, :]
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=use)
+    if HAS_K:
+        tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=use)
+
+
+@triton.jit(do_not_specialize=["parts", "heads", "groups"])
+def finish_relative(
+    sum_ptr,
+    row_ptr,
+    col_ptr,
+    parts,
+    heads,
+    groups,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    G: tl.constexpr,
+    HS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    ROW_SHARED: tl.constexpr,
+    COL_SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """The gradient of one tap, KW column taps then KH row taps: of one head, or of all where the table is shared."""
+    tap = tl.program_id(0)
+    own = tl.program_id(1)
+    is_row = tap >= KW
+    shared = tl.where(is_row, 1 if ROW_SHARED else 0, 1 if COL_SHARED else 0) != 0
+    slot = tl.where(is_row, HS + tap - KW, tap)
+    last = tl.where(shared, heads, own + 1)
+    d = tl.arange(0, DP)
+    i = tl.arange(0, PARTS * HEADS)
+    part = i // HEADS
+    total = tl.zeros((DP,), tl.float32)
+    for first in range(tl.where(shared, 0, own), last, HEADS):
+        head = first + i % HEADS
+        at = ((part * groups + head // G) * 2 * HS + slot) * G * DP + head % G * DP
+        use = (part < parts) & (head < last)
+        total += tl.sum(tl.load(sum_ptr + at[:, None] + d[None, :], mask=use[:, None], other=0.0), 0)
+    row_taps = d + tap * DP >= KW * DP
+    if HAS_ROW and (own == 0 or not ROW_SHARED):
+        at = row_ptr + (own * KH + tap - KW) * (D // 2) + d
+        tl.store(at, total.to(row_ptr.dtype.element_ty), mask=row_taps & (d < D // 2))
+    if HAS_COL and (own == 0 or not COL_SHARED):
+        at = col_ptr + (own * KW + tap) * (D // 2) + d - D // 2
+        tl.store(at, total.to(col_ptr.dtype.element_ty), mask=~row_taps & (d >= D // 2) & (d < D))
