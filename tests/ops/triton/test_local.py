@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from nearsight.ops import backends, local_attention, local_attention_projected
-from nearsight.ops.local import triton_impl
+from nearsight.ops.local.call import prepare
+from nearsight.ops.local.geometry import TALLEST_WALK
+from nearsight.ops.local.launches import prepare_launch
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
 
@@ -38,8 +40,7 @@ def compare(inputs, window=(3, 3), **options):
 
 def walk_of(inputs, window, dilation=(1, 1), border="mask"):
     """How the backward is launched."""
-    qkv = (inputs["q"], inputs["k"], inputs["v"])
-    return triton_impl._launch(*qkv, None, None, None, list(window), list(dilation), border == "zeros", "walk")
+    return prepare_launch(prepare(**inputs, window=window, dilation=dilation, border=border), "walk")
 
 
 @interpreted
@@ -65,7 +66,7 @@ def test_windows(window, size):
 
 @interpreted
 def test_a_window_too_tall_for_the_walk():
-    window = (triton_impl.TALLEST_WALK + 2, 3)
+    window = (TALLEST_WALK + 2, 3)
     compare(make(window=window, size=(7, 5), mask=0.8, heads=1), window)
     compare(make(window=window, size=(7, 5), content=False, heads=1), window)
 

@@ -1,0 +1,157 @@
+"""Which tiles for which map: how the Triton kernels of local attention cut a call."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from nearsight.ops.local.call import LocalCall
+from nearsight.ops.triton_support import next_power_of_two
+
+__all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "plan"]
+
+# Taller windows keep more chunks of dk and dv in flight than registers hold.
+TALLEST_WALK = 11
+
+
+class Plan(NamedTuple):
+    """Tiles, into how many strips a map is cut, a strip into tiles, the heads into groups, how many programs walk one strip."""
+
+    shape: Geometry
+    strips: int
+    tiles: int
+    groups: int
+    splits: int
+
+
+def plan(call: LocalCall, kernel: str) -> Plan:
+    """How `kernel` ("forward", "walk", "queries" or "keys") cuts a call.
+
+    Maps that fit a tile, as a whole or by their rows, have tiles of their own (`_fit`); all others are cut into strips.
+    """
+    batch, height, width, heads, dim = call.q.shape
+    (kh, kw), (dil_y, dil_x) = call.window, call.dilation
+    lattice = ceil_div(height, dil_y), ceil_div(width, dil_x)
+    size = call.q.element_size()
+    # Enough programs for several waves over the chip, else whole strips, which reuse their neighbours' rows.
+    device = call.q.device
+    wanted = 4 if device.type != "cuda" else 12 * _multiprocessors(device.index or 0)
+
+    def cut(fit: str) -> Plan:
+        shape = geometry(dim, heads, kh, kw, size, kernel, fit)
+        return _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted)
+
+    fit = _fit(dim, size, kernel, *lattice, call.border == "zeros")
+    found = cut(fit)
+    # A tall map of few images: strips in splits, whose shares overlap and are merged.
+    return cut("") if kernel == "walk" and fit and found.splits > 1 else found
+
+
+class Geometry(NamedTuple):
+    """How the kernels cut a call: tiles of TY×TX pixels, G heads at once, the halo in CHUNKS of NR rows of NC pixels."""
+
+    ty: int
+    tx: int
+    g: int
+    nr: int
+    nc: int
+    chunks: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    boxes: bool = False
+    whole_y: bool = False
+    whole_x: bool = False
+
+
+class _Choice(NamedTuple):
+    """Heads at once, warps, stages, registers per thread; forward: halo pixels per chunk, copy engine or pointers; the tile."""
+
+    g: int
+    warps: int
+    stages: int
+    keys: int = 128
+    registers: int | None = None
+    boxes: bool = False
+    tile: tuple[int, int] = (2, 8)
+
+
+# Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
+# 128 was not timed, nor was float32.
+CHOICES = {
+    ("forward", 8): _Choice(2, 2, 3, boxes=True),
+    ("forward", 16): _Choice(1, 1, 2, registers=168, boxes=True),
+    ("forward", 32): _Choice(1, 1, 2, boxes=True),
+    ("forward", 64): _Choice(1, 2, 2, registers=168, boxes=True),
+    ("forward", 128): _Choice(1, 4, 1, 64),
+    ("walk", 8): _Choice(2, 2, 3),
+    ("walk", 16): _Choice(1, 1, 2),
+    ("walk", 32): _Choice(1, 2, 2),
+    ("walk", 64): _Choice(1, 4, 2),
+    ("walk", 128): _Choice(1, 8, 1),
+    # Maps whose rows, or which as a whole, fit one tile (`_fit`); measured at 14×14 and at 7×7.
+    ("forward row", 8): _Choice(2, 4, 2, boxes=True, tile=(2, 16)),
+    ("forward row", 16): _Choice(1, 2, 2, boxes=True, tile=(2, 16)),
+    ("forward row", 32): _Choice(1, 2, 2, boxes=True, tile=(2, 16)),
+    ("walk row", 8): _Choice(2, 4, 2, tile=(2, 16)),
+    ("walk row", 16): _Choice(1, 2, 2, tile=(2, 16)),
+    ("walk row", 32): _Choice(1, 2, 2, tile=(2, 16)),
+    ("forward map", 8): _Choice(2, 4, 1, boxes=True, tile=(8, 8)),
+    ("forward map", 16): _Choice(1, 4, 1, boxes=True, tile=(8, 8)),
+    ("forward map", 32): _Choice(1, 4, 1, boxes=True, tile=(8, 8)),
+    ("forward map", 64): _Choice(1, 4, 2, boxes=True, tile=(8, 8)),
+    ("walk map", 8): _Choice(2, 4, 1, tile=(8, 8)),
+    ("walk map", 16): _Choice(1, 4, 1, tile=(8, 8)),
+    ("walk map", 32): _Choice(1, 4, 1, tile=(8, 8)),
+    ("walk map", 64): _Choice(1, 4, 1, tile=(8, 8)),
+}
+
+
+def _fit(dim: int, size: int, kernel: str, height: int, width: int, zeros: bool) -> str:
+    """Whether the halo is a map's own rows (" row") or all of it (" map"), as it can be of small maps.
+
+    Not with the border that gives mass to pixels outside the map; not in float32, which was not timed.
+    """
+    fit = " row" if width > 8 else " map" if height <= 8 else ""
+    choice = CHOICES.get((kernel + fit, next_power_of_two(dim)))
+    if zeros or size == 4 or fit == "" or choice is None or width > choice.tile[1]:
+        return ""
+    return fit
+
+
+@functools.lru_cache(maxsize=256)
+def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit: str = "") -> Geometry:
+    """A fixed choice per kernel, head-dim class, window and `_fit`, never per image size. `size` is bytes per element."""
+    padded = next_power_of_two(dim)
+    choice = CHOICES["walk" + fit if kernel == "walk" else "forward" + fit, max(8, padded)]
+    ty, tx = choice.tile
+    whole_y, whole_x = fit == " map", fit != ""
+    if size == 4 or kernel in ("queries", "keys"):
+        # Left to itself, ptxas gives some float32 walks 32 registers, and spills twice as much.
+        registers = 255 if kernel == "walk" else None
+        choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=registers)
+    # Products need a depth of 16: heads of fewer channels share one.
+    g = max(min(choice.g, next_power_of_two(heads)), 16 // padded)
+    nc = tx if whole_x else next_power_of_two(tx + kw - 1)
+    rows = ty if whole_y else ty + kh - 1
+    # In the walk a chunk is as tall as a tile.
+    nr = ty if kernel == "walk" else min(max(choice.keys // nc, 1), next_power_of_two(rows))
+    launch = (choice.warps, choice.stages, choice.registers, choice.boxes)
+    return Geometry(ty, tx, g, nr, nc, ceil_div(rows, nr), *launch, whole_y, whole_x)
+
+
+def _cut(shape: Geometry, maps: int, heads: int, height: int, width: int, wanted: int) -> Plan:
+    strips, tiles, groups = ceil_div(width, shape.tx), ceil_div(height, shape.ty), ceil_div(heads, shape.g)
+    splits = max(1, min(tiles // shape.chunks, ceil_div(wanted, max(maps * strips * groups, 1))))
+    return Plan(shape, strips, tiles, groups, ceil_div(tiles, ceil_div(tiles, splits)))  # no splits without tiles
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

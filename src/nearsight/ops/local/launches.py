@@ -1,0 +1,308 @@
+"""The launches of local attention's Triton kernels: the forward, and the two ways to the gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.local.call import LocalCall
+from nearsight.ops.local.geometry import TALLEST_WALK, ceil_div, plan
+from nearsight.ops.sums import add_rows
+from nearsight.ops.triton_support import INTERPRETED, dot_precision, next_power_of_two
+from nearsight.ops.triton_support import launch as launch_kernel
+
+__all__ = ["Gradients", "Launch", "attend", "gradients", "lse_shape", "prepare_launch"]
+
+# Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
+LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
+
+
+class Launch(NamedTuple):
+    """A grid, and the arguments that all kernels take by name."""
+
+    grid: tuple[int, int]
+    runtime: dict[str, Any]
+    constants: dict[str, Any]
+
+
+def prepare_launch(call: LocalCall, kernel: str) -> Launch:
+    """Of "forward", "walk", "queries" or "keys"."""
+    q, k, v, rel_row, rel_col, key_mask, (kh, kw), (dil_y, dil_x), border, scale = call
+    batch, height, width, heads, dim = q.shape
+    shape, strips, tiles, groups, splits = plan(call, kernel)
+    key = q if k is None else k
+    runtime = {
+        "H": height,
+        "W": width,
+        "heads": heads,
+        "strips": strips,
+        "splits": splits,
+        "tiles": tiles,
+        "dil_y": dil_y,
+        "dil_x": dil_x,
+        "q_b": q.stride(0),
+        "q_y": q.stride(1),
+        "q_x": q.stride(2),
+        "k_b": key.stride(0),
+        "k_y": key.stride(1),
+        "k_x": key.stride(2),
+        "v_b": v.stride(0),
+        "v_y": v.stride(1),
+        "v_x": v.stride(2),
+        "row_head": 0 if rel_row is None or rel_row.shape[0] == 1 else rel_row.stride(0),
+        "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else rel_col.stride(0),
+        "scale_log2": scale * math.log2(math.e),
+    }
+    constants = {
+        "KH": kh,
+        "KW": kw,
+        "D": dim,
+        "DP": next_power_of_two(dim),
+        "q_h": q.stride(3),
+        "k_h": key.stride(3),
+        "v_h": v.stride(3),
+        "G": shape.g,
+        "TY": shape.ty,
+        "TX": shape.tx,
+        "NR": shape.nr,
+        "NC": shape.nc,
+        "CHUNKS": shape.chunks,
+        "HAS_K": k is not None,
+        "HAS_ROW": rel_row is not None,
+        "HAS_COL": rel_col is not None,
+        "HAS_MASK": key_mask is not None,
+        "LARGE": LARGE[q.dtype],
+        "LSE_PARTS": _lse_parts(q),
+        "PRECISION": dot_precision(q.dtype),
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+    taps = next_power_of_two(max(kh, kw))
+    if kernel == "keys":
+        constants["HT"] = max(8, taps)
+    else:
+        constants["HS"] = max(8, shape.nc, next_power_of_two(shape.nr * shape.chunks), taps)
+        constants["ZEROS"] = border == "zeros"
+    if kernel in ("forward", "walk"):
+        constants |= {"WHOLE_Y": shape.whole_y, "WHOLE_X": shape.whole_x}
+    if kernel == "forward":
+        constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
+        constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
+    if shape.registers is not None and q.device.type == "cuda":
+        constants["maxnreg"] = shape.registers
+    return Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
+
+
+@functools.cache
+def _has_copy_engine(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def _boxable(t: Tensor) -> bool:
+    """Whether the copy engine can cut boxes of pixels and heads out of [B, H, W, heads, D]."""
+    dim, size = t.shape[-1], t.element_size()
+    steps = [stride * size % 16 for stride in t.stride()[:3]]
+    fits = size == 2 and dim >= 8 and dim == next_power_of_two(dim) and t.stride(3) == dim
+    able = INTERPRETED or (t.device.type == "cuda" and _has_copy_engine(t.device.index))
+    return able and fits and not any(steps) and t.data_ptr() % 16 == 0
+
+
+def _source(t: Tensor, constants: dict[str, Any]) -> Any:
+    """Keys or values as the kernels take them: a descriptor of boxes where those serve, else the tensor."""
+    if not constants["BOXES"]:
+        return t
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    batch, height, width, heads, dim = t.shape
+    box = [1, constants["NR"], constants["NC"], constants["G"] * constants["DP"]]
+    return TensorDescriptor(t, [batch, height, width, heads * dim], [*t.stride()[:3], 1], box)
+
+
+def _positions_and_mask(call: LocalCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The relative tables and the mask's bytes, dense."""
+    row, col, mask = (None if t is None else t.contiguous() for t in (call.rel_row, call.rel_col, call.key_mask))
+    return row, col, None if mask is None else mask.view(torch.uint8)
+
+
+def _lse_parts(q: Tensor) -> int:
+    """In float32 the largest logit and the logarithm of the sum relative to it are kept apart: see the kernels' `_load_lse`."""
+    return 2 if q.dtype == torch.float32 else 1
+
+
+def lse_shape(q: Tensor) -> tuple[int, int, int]:
+    """[B, H·W, heads·parts]. No registered operator here takes, gives or keeps a tensor of rank 4: between convolutions
+    torch.compile stores those in the order of [N, C, H, W] channels-last, and would copy [B, H, W, …] there and back."""
+    batch, height, width, heads, _ = q.shape
+    return batch, height * width, heads * _lse_parts(q)
+
+
+def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of every query (base 2, of the scaled logits), [B, H·W, heads·parts]."""
+    q, k, v = call.q, call.k, call.v
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    from nearsight.ops.local import kernels
+
+    launch = prepare_launch(call, "forward")
+    with torch.cuda.device_of(q):
+        key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
+        launch_kernel(
+            kernels.forward,
+            launch.grid,
+            *(q, key, value, out, lse, *_positions_and_mask(call)),
+            **launch.runtime,
+            **launch.constants,
+        )
+    return out, lse
+
+
+class Gradients(NamedTuple):
+    """Where dq, dk and dv go: dense but for one common stride per pixel."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+
+
+def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gradients) -> list[Tensor]:
+    """Fill `into`; return the gradients of the relative tables there are."""
+    q, k, v, rel_row, rel_col, *_ = call
+    tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
+    found = [t for t in tables if t is not None]
+    if q.numel() == 0:
+        for t in (*into, *found):
+            if t is not None:
+                t.zero_()
+        return found
+    walk = call.window[0] <= TALLEST_WALK
+    launch = prepare_launch(call, "walk" if walk else "queries")
+    shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
+    partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)
+    read = _Read(q, q if k is None else k, v, out, grad.contiguous(), lse, *_positions_and_mask(call))
+    numbers = {"grad_pixel": into.q.stride(2), "scale": call.scale}
+    with torch.cuda.device_of(q):
+        if walk:
+            _walk(read, launch, numbers, into, partial)
+        else:
+            _two_passes(read, launch, prepare_launch(call, "keys"), numbers, into, partial)
+        if found:
+            _sum_relative(partial, launch, *tables)
+    return found
+
+
+class _Read(NamedTuple):
+    """What both ways to the gradients read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    grad: Tensor
+    lse: Tensor
+    row: Tensor | None
+    col: Tensor | None
+    mask: Tensor | None
+
+
+def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor) -> None:
+    """All gradients in one walk, then the sum of the strips' shares of dk and dv, where there are several."""
+    from nearsight.ops.local import gradient_kernels, sum_kernels
+
+    dq, dk, dv = into
+    use, fixed = launch.runtime, launch.constants
+    batch, height, width, heads, dim = dq.shape
+    per_split = ceil_div(use["tiles"], use["splits"])
+    rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
+    shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
+    # A strip as wide as the map shares nothing.
+    dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
+    dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
+    launch_kernel(
+        gradient_kernels.backward,
+        launch.grid,
+        *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
+        **use,
+        **numbers,
+        **fixed,
+    )
+    if fixed["WHOLE_X"]:
+        return
+    channels = heads * dim
+    padded = next_power_of_two(channels)
+    pixels = max(1, 4096 // padded)
+    launch_kernel(
+        sum_kernels.merge,
+        (ceil_div(height * width, pixels), batch),
+        dk_share,
+        dv_share,
+        dv if dk is None else dk,
+        dv,
+        **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
+        per_split=per_split,
+        grad_pixel=numbers["grad_pixel"],
+        CHANNELS=channels,
+        CP=padded,
+        **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
+        OVER_Y=1 if use["splits"] == 1 else 2,
+        OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
+        PIXELS=pixels,
+        num_warps=4,
+    )
+
+
+def _two_passes(
+    t: _Read, queries: Launch, keys: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor
+) -> None:
+    """For windows too tall to keep a strip's dk and dv in registers: queries first, then keys by the transposed window."""
+    from nearsight.ops.local import tall_kernels
+
+    dq, dk, dv = into
+    delta = torch.empty(dq.shape[:-1], dtype=torch.float32, device=dq.device)
+    launch_kernel(
+        tall_kernels.backward_queries,
+        queries.grid,
+        *(t.q, t.k, t.v, t.out, t.grad, t.lse, delta, dq, partial, t.row, t.col, t.mask),
+        **queries.runtime,
+        **numbers,
+        **queries.constants,
+    )
+    launch_kernel(
+        tall_kernels.backward_keys,
+        keys.grid,
+        *(t.q, t.k, t.v, t.grad, t.lse, delta, dv if dk is None else dk, dv, t.row, t.col, t.mask),
+        **keys.runtime,
+        **numbers,
+        **keys.constants,
+    )
+
+
+def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Tensor | None) -> None:
+    """The relative tables' gradients from every program's share, added in a fixed order."""
+    from nearsight.ops.local import sum_kernels
+
+    fixed, heads = launch.constants, launch.runtime["heads"]
+    summed = add_rows(partial, 16)
+    either = drow if drow is not None else dcol
+    per_head = any(t is not None and t.shape[0] > 1 for t in (drow, dcol))
+    launch_kernel(
+        sum_kernels.finish_relative,
+        (fixed["KW"] + fixed["KH"], heads if per_head else 1),
+        summed,
+        either if drow is None else drow,
+        either if dcol is None else dcol,
+        summed.shape[0],
+        heads,
+        launch.grid[1],
+        **{name: fixed[name] for name in ("KH", "KW", "D", "DP", "G", "HS", "HAS_ROW", "HAS_COL")},
+        ROW_SHARED=drow is None or drow.shape[0] == 1,
+        COL_SHARED=dcol is None or dcol.shape[0] == 1,
+        PARTS=16,
+        HEADS=8,
+        num_warps=4,
+    )
