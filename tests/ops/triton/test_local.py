@@ -5,7 +5,7 @@ import torch
 
 from nearsight.ops import backends, local_attention, local_attention_projected
 from nearsight.ops.local.call import prepare
-from nearsight.ops.local.geometry import TALLEST_WALK
+from nearsight.ops.local.geometry import TALLEST_WALK, plan
 from nearsight.ops.local.launches import prepare_launch
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
@@ -146,6 +146,30 @@ def test_maps_that_need_strips():
     inputs = make(BFLOAT, (3, 19), heads=3, dim=8)
     assert not walk_of(inputs, (3, 3)).constants["WHOLE_X"]
     compare(inputs)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "walk"])
+@pytest.mark.parametrize(
+    ("size", "dim", "tile", "change", "options"),
+    [
+        ((6, 16), 32, (2, 16), {}, {}),
+        ((6, 17), 32, (2, 8), {}, {}),
+        ((6, 9), 64, (2, 8), {}, {}),  # heads too wide
+        ((8, 8), 64, (8, 8), {}, {}),
+        ((9, 8), 64, (2, 8), {}, {}),
+        ((8, 8), 128, (2, 8), {}, {}),
+        ((8, 31), 16, (2, 16), {}, {"dilation": (1, 2)}),
+        ((16, 13), 16, (8, 8), {}, {"dilation": 2}),
+        ((8, 8), 8, (2, 8), {}, {"border": "zeros"}),
+        ((8, 8), 8, (2, 8), {"dtype": FLOAT}, {}),
+    ],
+)
+def test_which_tiles_for_which_map(size, dim, tile, change, options, kernel):
+    """Rows of 9 to 16 pixels, and maps of at most 8×8, have tiles of their own; in half types, with the border masked."""
+    call = prepare(**make(**{"dtype": HALF, **change}, size=size, dim=dim, batch=4), window=3, **options)
+    shape = plan(call, kernel).shape
+    assert (shape.ty, shape.tx) == tile
+    assert (shape.whole_y, shape.whole_x) == (tile == (8, 8), tile != (2, 8))
 
 
 @interpreted

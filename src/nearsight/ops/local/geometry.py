@@ -114,11 +114,12 @@ def _fit(dim: int, size: int, kernel: str, height: int, width: int, zeros: bool)
 
     Not with the border that gives mass to pixels outside the map; not in float32, which was not timed.
     """
-    fit = " row" if width > 8 else " map" if height <= 8 else ""
+    fit = " row" if width > 8 else " map"
     choice = CHOICES.get((kernel + fit, next_power_of_two(dim)))
-    if zeros or size == 4 or fit == "" or choice is None or width > choice.tile[1]:
+    if zeros or size == 4 or choice is None:
         return ""
-    return fit
+    rows, columns = choice.tile
+    return fit if width <= columns and (fit == " row" or height <= rows) else ""
 
 
 @functools.lru_cache(maxsize=256)
