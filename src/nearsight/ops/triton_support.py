@@ -6,6 +6,7 @@ that does, and `triton_impl.py` imports it inside the functions that launch.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import importlib.util
 import os
@@ -125,9 +126,13 @@ def _compile(launches: Callable[[], None]) -> None:
     import triton
 
     _compiling.set(True)
-    # An error comes again, and is shown, where the kernel is launched.
     with _Loader(torch.cuda.current_device()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         launches()
+    if pool.failed:
+        # Once more, one after the other: what only the threads got wrong is mended, and an error of the kernel's own comes
+        # again, and is shown, where it is launched.
+        with contextlib.suppress(Exception):
+            launches()
 
 
 class _Loader(ThreadPoolExecutor):
@@ -135,13 +140,17 @@ class _Loader(ThreadPoolExecutor):
 
     def __init__(self, device: int) -> None:
         super().__init__(min(COMPILER_THREADS, os.cpu_count() or 1), "nearsight-compiler")
-        self.device = device
+        self.device, self.failed = device, False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def load() -> Any:
-            kernel = fn(*args, **kwargs)
-            with torch.cuda.device(self.device):
-                kernel.run  # noqa: B018, the property loads
+            try:
+                kernel = fn(*args, **kwargs)
+                with torch.cuda.device(self.device):
+                    kernel.run  # noqa: B018, the property loads
+            except Exception:
+                self.failed = True
+                raise
             return kernel
 
         return super().submit(load)

@@ -50,6 +50,24 @@ def test_an_error_shows_where_the_kernel_is_launched(driver):
         launches()
 
 
+def test_what_only_a_thread_got_wrong_is_mended_before_the_first_launch(driver, monkeypatch):
+    kept, done = triton_support._Loader.submit, []
+
+    def fails_once(self, compile_kernel):
+        def compile_or_fail():
+            if not done:
+                done.append(True)
+                raise MemoryError
+            return compile_kernel()
+
+        return kept(self, compile_or_fail)
+
+    monkeypatch.setattr(triton_support._Loader, "submit", fails_once)
+    forward((7, 14), trains=True)
+    assert sorted(driver.compiled) == ["add_shares", "whole_backward", "whole_forward"]
+    assert driver.launched == ["whole_forward"]
+
+
 def test_an_interrupt_leaves_nothing_switched_on(driver):
     def launches():
         raise KeyboardInterrupt
