@@ -148,6 +148,33 @@ def test_what_no_common_factor_can_hold(what, factor, window):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("window", "size", "stride", "mask", "spread"),
+    [
+        ((3, 3), (5, 4), 1, None, 60.0),
+        ((3, 3), (5, 4), 1, None, 200.0),
+        ((3, 3), (5, 6), 2, 0.7, 60.0),
+        ((7, 7), (5, 4), 2, None, 60.0),
+    ],
+)
+def test_steep_softmaxes_in_float32(window, size, stride, mask, spread):
+    """Probabilities are made again in the backward, from a log-sum-exp of some hundreds: one float32 is too coarse for that."""
+    compare(make(window=window, size=size, mask=mask, spread=spread), window, stride=stride)
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "parts"), [(FLOAT, 2), (BFLOAT, 1)])
+def test_what_is_kept_is_a_few_numbers_per_window_head_and_query(dtype, parts):
+    from nearsight.ops.qna import triton_impl
+
+    inputs = make(dtype, size=(4, 5), heads=3, tables="")
+    _, kept, tables = triton_impl._forward(inputs["scores"], inputs["values"], None, None, None, [3, 3], [2, 1], False)
+    assert kept.shape == (1, 2, 5, 3, parts * 2)
+    assert tables.numel() == 0
+    assert torch.isfinite(kept).all()
+
+
+@interpreted
 def test_half_values_with_float_scores():
     """What a layer passes under autocast."""
     inputs = make(BFLOAT)
@@ -217,7 +244,8 @@ def test_the_registered_op_is_sound():
 def test_loops_carry_every_pointer(kernel, masked):
     """Triton's coalescing pass walks nearly the whole program for any other: a network's first step then takes minutes.
 
-    Compiled for a GPU that need not be here; once masked, so that every load is in it, once with exponentials per pixel.
+    Compiled for a GPU that need not be here; once masked and as in float32, so that every load is in it, once with exponentials
+    per pixel.
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -228,7 +256,7 @@ def test_loops_carry_every_pointer(kernel, masked):
     function = {"forward": kernels.forward, "delta": delta_kernels.delta, "backward": gradient_kernels.backward}[kernel]
     constants = {"ALIGN": 8, "HP": 64, "L": 2, "D": 8, "DP": 8, "KH": 3, "KW": 3, "SY": 1, "SX": 1, "N": 32, "ROWS": 2}
     constants |= {"HB": 0, "QLOW": -1, "QROWS": 4, "UNROLL": True, "BIASED": True, "SCALED": True, "MASKED": masked}
-    constants |= {"STACK": False, "SHARED": not masked, "SHARE": 0}
+    constants |= {"STACK": False, "SHARED": not masked, "SHARE": 0, "PARTS": 1 + masked}
     if not masked:
         # As of larger windows, their sums dealt out.
         constants |= {"UNROLL": False, "HB": 8, "SHARE": 1}
@@ -276,3 +304,13 @@ def test_refusals(change, sentence):
     inputs = make(**change)
     report = backends("qna", **inputs, window=window)[0]
     assert report == ("triton", False, sentence)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "sentence"), [(FLOAT, "needs fewer than 2³⁰ scores per image in float32, got more"), (BFLOAT, None)]
+)
+def test_refuses_a_map_whose_kept_numbers_have_no_place(dtype, sentence):
+    pixels = torch.zeros((), dtype=dtype).expand(1, 2**15, 2**14, 2, 1)
+    report = backends("qna", pixels, pixels[..., :1, :], window=3)[0]
+    assert report == ("triton", sentence is None, sentence)

@@ -30,7 +30,7 @@ __all__ = ["delta"]
 def _taps(
     sums, g, lse, table_at, at, value_at, mask_at, y0, x, H, W,
     KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The body of `_columns`' loop."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
@@ -50,7 +50,7 @@ def _taps(
                     logit = s[l]
                     if BIASED:
                         logit += b[(c - r * SY) * L + l]
-                    p = tl.exp2(logit * LOG2E - lse[r * L + l])
+                    p = tl.exp2((logit - lse[r * L + l]) * LOG2E if PARTS == 2 else logit * LOG2E - lse[r * L + l])
                     if SCALED:
                         p = p * w[(c - r * SY) * L + l]
                     sums = sums[: r * L + l] + (sums[r * L + l] + p * gv,) + sums[r * L + l + 1 :]
@@ -86,11 +86,12 @@ def _columns(
     H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
     COLS: tl.constexpr, HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
-    MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
+    MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The windows' Σ p·scale·(g·v) so far, over columns tx … tx + COLS − 1 of their taps too, the first of which lies at x.
 
-    `level` is the windows' log-sum-exp; if SHARED the thread's reference, and p is then not yet divided by the windows' sums.
+    `level` is the windows' log-sum-exp; with PARTS = 2 their largest logit, if SHARED the thread's reference, and p is then not
+    yet divided by the windows' sums.
     """
     for j in tl.static_range(COLS):
         table_at, at, value_at, mask_at = column_pointers(
@@ -106,7 +107,7 @@ def _columns(
             else:
                 sums = _taps(
                     sums, g, level, table_at, at, value_at, mask_at, y0, x + j, H, W,
-                    KH, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK,
+                    KH, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, PARTS,
                 )  # fmt: skip
             at = for_next_turn(at, H)
             table_at = for_next_turn(table_at, H)
@@ -122,9 +123,11 @@ def _rows(
     HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """δ of ROWS rows of windows; whether one is too far from its thread's reference for SHARED exponentials."""
     per: tl.constexpr = L if STACK else 1
+    wide: tl.constexpr = PARTS * L
     state = (ox * HEADS + h) * L
     g_at = ()
     lse_at = ()
@@ -133,18 +136,22 @@ def _rows(
         row = tl.minimum(oy + r, OH - 1) * (OW * HEADS)
         for l in tl.static_range(per):
             g_at = g_at + (grad + ((ox * (per * HEADS * D) + (row * per + l * HEADS) * D)[:, None] + channel),)
-        lse_at = lse_at + neighbours(lse_in + (state + row * L), L)
+        lse_at = lse_at + neighbours(lse_in + (state + row * L) * PARTS, wide)
         for l in tl.static_range(L):
             delta_at = delta_at + (delta_out + (state + row * L) + l,)
     g = filled(ROWS * per, tl.zeros([N, DP], tl.float32))
     lse = filled(ROWS * L, tl.zeros([N], tl.float32))
+    rest = lse
     for _ in range(one_turn(H)):
         g = ()
         for i in tl.static_range(ROWS * per):
             g = g + (load_channels(g_at[i], D, DP),)
         lse = ()
+        rest = ()
         for r in tl.static_range(ROWS):
-            lse = lse + load_neighbours(lse_at, r, L)
+            seen = load_neighbours(lse_at, r, wide)
+            lse = lse + seen[:L]
+            rest = rest + seen[wide - L :]
         g_at = for_next_turn(g_at, H)
         lse_at = for_next_turn(lse_at, H)
     level = lse
@@ -156,14 +163,14 @@ def _rows(
         sums = _columns(
             sums, g, level, 0, scores, values, key_mask, tables, y0, x0, h, channel,
             H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED,
+            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
         )  # fmt: skip
     else:
         for tx in range(KW):
             sums = _columns(
                 sums, g, level, tx, scores, values, key_mask, tables, y0, x0 + tx, h, channel,
                 H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED,
+                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
             )  # fmt: skip
     far = tl.zeros([N], tl.int32)
     for _ in range(one_turn(H)):
@@ -177,6 +184,8 @@ def _rows(
                     # Neither where it is NaN.
                     near = (over > 1.0 / RANGE) & (over < RANGE) & (tl.abs(result) < float("inf"))
                     far = tl.where(valid & (near == 0), 1, far)
+                elif PARTS == 2:
+                    result = result * rest[r * L + l]
                 tl.store(delta_at[r * L + l], result, mask=valid)
         delta_at = for_next_turn(delta_at, H)
     return tl.max(far, axis=0) > 0
@@ -196,8 +205,10 @@ def delta(
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Per window and query δ = Σ_n p_n·scale_n·(g·v_n), which each of the window's logit gradients subtracts."""
+    tl.static_assert(not SHARED or PARTS == 1)
     block = tl.program_id(0)
     oy = tl.program_id(1) * ROWS
     # From the last image on: the gradients' kernel, which comes next, then finds the first ones' tensors in the cache.
@@ -209,14 +220,14 @@ def delta(
     vs_x *= ALIGN
     windows = batch * (OH * OW * HEADS)
     grad += windows * (D * L if STACK else D)
-    lse_in += windows * L
+    lse_in += windows * (PARTS * L)
     delta_out += windows * L
     y0 = oy * SY - (KH - 1) // 2
     x0 = ox * SX - (KW - 1) // 2
     far = _rows(
         scores, values, tables, key_mask, grad, lse_in, delta_out, block, oy, ox, h, channel, y0, x0,
         H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-        HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK, SHARED,
+        HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
     )  # fmt: skip
     if SHARED:
         # Then once more, a row at a time.
@@ -224,5 +235,5 @@ def delta(
             _rows(
                 scores, values, tables, key_mask, grad, lse_in, delta_out, block, oy + r, ox, h, channel, y0 + r * SY, x0,
                 H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                HP, L, D, DP, KH, KW, SY, SX, N, 1, False, BIASED, SCALED, MASKED, STACK, False,
+                HP, L, D, DP, KH, KW, SY, SX, N, 1, False, BIASED, SCALED, MASKED, STACK, False, PARTS,
             )  # fmt: skip

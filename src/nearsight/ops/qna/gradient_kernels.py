@@ -38,7 +38,7 @@ def _scatter_taps(
     dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first: tl.constexpr, q0, ox, OH, OW,
     KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QLOW: tl.constexpr, QROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
-    HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
+    HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The body of `_scatter_column`'s loop."""
     per: tl.constexpr = L if STACK else 1
@@ -55,7 +55,7 @@ def _scatter_taps(
         g = ()
         for l in tl.static_range(per):
             g = g + (load_channels(grad_at[q * per + l], D, DP),)
-        seen = load_neighbours(lse_at, q, L)
+        seen = load_neighbours(lse_at, q, PARTS * L)
         delta = load_neighbours(delta_at, q, L)
         lse = ()
         for l in tl.static_range(L):
@@ -71,7 +71,10 @@ def _scatter_taps(
                     logit = s[r * L + l]
                     if BIASED:
                         logit += b[(r + LEAD - SY * q) * L + l]
-                    p = tl.exp2(logit * LOG2E - lse[l])
+                    if PARTS == 2:
+                        p = tl.exp2((logit - lse[l]) * LOG2E) * seen[L + l]
+                    else:
+                        p = tl.exp2(logit * LOG2E - lse[l])
                     scaled = p
                     dlogit = gv
                     if SCALED:
@@ -119,6 +122,7 @@ def _scatter_column(
     HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr, HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """What the windows that see the pixels in column tx of their taps give to the pixels' gradients and the tables'.
 
@@ -143,12 +147,12 @@ def _scatter_column(
         row = clamp(q0 + (QLOW + q), OH) * (OW * HEADS)
         for l in tl.static_range(per):
             grad_at = grad_at + (grad + (grad_column + (row * (per * D) + l * (HEADS * D))),)
-        lse_at = lse_at + neighbours(lse_in + (state + row * L), L)
+        lse_at = lse_at + neighbours(lse_in + (state + row * L) * PARTS, PARTS * L)
         delta_at = delta_at + neighbours(delta_in + (state + row * L), L)
     for _ in range(one_turn(OH)):
         dv, ds, db, dw = _scatter_taps(
             dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first, q0, ox, OH, OW,
-            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE,
+            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS,
         )  # fmt: skip
         table_at = for_next_turn(table_at, OH)
         grad_at = for_next_turn(grad_at, OH)
@@ -272,7 +276,7 @@ def backward(
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, HB: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     QLOW: tl.constexpr, QROWS: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores and values, gathered over the windows that see each pixel, and partial sums of the tables'.
 
@@ -293,7 +297,7 @@ def backward(
     scores, values, key_mask = image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN)
     windows = batch * (OH * OW * HEADS)
     grad += windows * (D * L if STACK else D)
-    lse_in += windows * L
+    lse_in += windows * (PARTS * L)
     delta_in += windows * L
     pixels = batch * (H * W * HEADS)
     dscores += pixels * L
@@ -347,7 +351,7 @@ def backward(
                 dv, ds, db, dw = _scatter_column(
                     dv, ds, db, dw, v, s, tx, tx * KH * L, grad, lse_in, delta_in, tables, dealt, True, y0 // SY,
                     x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS,
                 )  # fmt: skip
         else:
             first_tx = (phase + (KW - 1) // 2) % SX
@@ -358,7 +362,7 @@ def backward(
                 dv, ds, db, dw = _scatter_column(
                     dv, ds, db, dw, v, s, tx, 0, grad, lse_in, delta_in, tables, dealt, step > 0, y0 // SY,
                     q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS,
                 )  # fmt: skip
                 again = tl.where(step > 0, N if every else owners, 0)
                 if SHARE > 0:

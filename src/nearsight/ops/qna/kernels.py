@@ -2,7 +2,9 @@
 
 The rows of a program are unrolled by hand (tuples of tiles), so a loaded pixel serves every window of the column it lies in.
 Coordinates outside the image are clamped and their logits set to −inf: loads need no masks. Exponentials are powers of two; the
-saved log-sum-exp is in base 2 (LOG2E times the natural one). Letters and lanes: `lanes.py`.
+saved log-sum-exp is in base 2 (LOG2E times the natural one). In float32 it is two numbers (PARTS = 2), the largest logit and the
+reciprocal of the sum relative to it: one would be rounded like a number of its size, and every probability with it. Differences
+from the largest are then taken before they are multiplied, as exact as the logits. Letters and lanes: `lanes.py`.
 """
 # mypy: ignore-errors
 # ruff: noqa: E741
@@ -64,7 +66,7 @@ def _attend_taps(
     m, z, acc, table_at, at, value_at, mask_at, y0, x, H, W,
     COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The body of `_attend`'s loop."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
@@ -89,14 +91,18 @@ def _attend_taps(
                     x_i += b[i * L + l]
                 top = tl.maximum(top, x_i)
             # A window with nothing to attend to: any finite maximum makes its weights exp2(−inf) = 0.
-            low = tl.where(top == float("-inf"), 0.0, top * LOG2E)
-            fade = tl.exp2(m[r * L + l] * LOG2E - low)
+            if PARTS == 2:
+                low = tl.where(top == float("-inf"), 0.0, top)
+                fade = tl.exp2((m[r * L + l] - low) * LOG2E)
+            else:
+                low = tl.where(top == float("-inf"), 0.0, top * LOG2E)
+                fade = tl.exp2(m[r * L + l] * LOG2E - low)
             total = z[r * L + l] * fade
             for i in tl.static_range(COLS * KH):
                 x_i = s[(i // KH * count + r * SY + i % KH) * L + l]
                 if BIASED:
                     x_i += b[i * L + l]
-                weight = tl.exp2(x_i * LOG2E - low)
+                weight = tl.exp2((x_i - low) * LOG2E if PARTS == 2 else x_i * LOG2E - low)
                 total += weight
                 if SCALED:
                     weight = weight * w[i * L + l]
@@ -141,7 +147,7 @@ def _attend(
     H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
     COLS: tl.constexpr, HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Columns tx … tx + COLS − 1 of the windows' taps, the first of which lies at x.
 
@@ -157,7 +163,7 @@ def _attend(
     for _ in range(one_turn(H)):
         m, z, acc = _attend_taps(
             m, z, acc, table_at, at, value_at, mask_at, y0, x, H, W,
-            COLS, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, SPLIT,
+            COLS, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, SPLIT, PARTS,
         )  # fmt: skip
         at = for_next_turn(at, H)
         table_at = for_next_turn(table_at, H)
@@ -172,7 +178,7 @@ def _forward_exact(
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
     HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of windows, each reduced by its own maximum."""
     split: tl.constexpr = STACK or not UNROLL
@@ -183,23 +189,24 @@ def _forward_exact(
         m, z, acc = _attend(
             m, z, acc, 0, scores, values, key_mask, tables, y0, x0, h, channel,
             H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split,
+            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split, PARTS,
         )  # fmt: skip
     else:
         for tx in range(KW):
             m, z, acc = _attend(
                 m, z, acc, tx, scores, values, key_mask, tables, y0, x0 + tx, h, channel,
                 H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split,
+                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split, PARTS,
             )  # fmt: skip
 
     per: tl.constexpr = L if STACK else 1
+    wide: tl.constexpr = PARTS * L
     lse_at = ()
     out_at = ()
     for r in tl.static_range(ROWS):
         pixel = batch * (OH * OW * HEADS) + (oy + r) * (OW * HEADS)
-        for l in tl.static_range(L):
-            lse_at = lse_at + (lse_out + (pixel * L + l) + (ox * HEADS + h) * L,)
+        for l in tl.static_range(wide):
+            lse_at = lse_at + (lse_out + (pixel * wide + l) + (ox * HEADS + h) * wide,)
         for l in tl.static_range(per):
             out_at = out_at + (out + (pixel * per + l * HEADS) * D + ((ox * (per * HEADS * D))[:, None] + channel),)
     for _ in range(one_turn(H)):
@@ -209,10 +216,15 @@ def _forward_exact(
                 total = tl.zeros_like(acc[0])
             for l in tl.static_range(L):
                 sum_l = z[r * L + l]
-                # As above, of a window with nothing to attend to.
-                low = tl.where(m[r * L + l] == float("-inf"), 0.0, m[r * L + l] * LOG2E)
-                lse = tl.where(sum_l == 0.0, float("inf"), low + log2(sum_l))
-                tl.store(lse_at[r * L + l], lse, mask=valid)
+                if PARTS == 2:
+                    rest = tl.where(sum_l == 0.0, 0.0, reciprocal(sum_l))
+                    tl.store(lse_at[r * wide + l], tl.where(sum_l == 0.0, float("inf"), m[r * L + l]), mask=valid)
+                    tl.store(lse_at[r * wide + L + l], rest, mask=valid)
+                else:
+                    # As above, of a window with nothing to attend to.
+                    low = tl.where(m[r * L + l] == float("-inf"), 0.0, m[r * L + l] * LOG2E)
+                    lse = tl.where(sum_l == 0.0, float("inf"), low + log2(sum_l))
+                    tl.store(lse_at[r * L + l], lse, mask=valid)
                 if split:
                     part = acc[r * L + l] * tl.where(sum_l == 0.0, 0.0, reciprocal(sum_l))[:, None]
                     if STACK:
@@ -283,7 +295,7 @@ def _forward_shared(
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
     HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    BIASED: tl.constexpr, SCALED: tl.constexpr, EXACT_LOG: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of windows by exponentials once per pixel; whether a window is too far from its thread's reference."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
@@ -349,9 +361,7 @@ def _forward_shared(
                 # Neither where it is NaN.
                 near = (total > 1.0 / RANGE) & (total < RANGE)
                 far = tl.where(valid & (near == 0), 1, far)
-                # The quick logarithm's error grows with its result.
-                lse = ref[l] + (tl.log2(total) if EXACT_LOG else log2(total))
-                tl.store(lse_at[r * L + l], lse, mask=valid)
+                tl.store(lse_at[r * L + l], ref[l] + log2(total), mask=valid)
             store_channels(out_at[r], acc[r], valid, D, DP)
         lse_at = for_next_turn(lse_at, H)
         out_at = for_next_turn(out_at, H)
@@ -372,8 +382,10 @@ def forward(
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over each window and its values' weighted sum; writes the output and the windows' log-sum-exp (base 2)."""
+    """Softmax over each window and its values' weighted sum; writes the output and the windows' log-sum-exp."""
+    tl.static_assert(not SHARED or PARTS == 1)
     block = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     ox, h = lanes(block, OW, HEADS, N)
@@ -388,18 +400,18 @@ def forward(
         far = _forward_shared(
             scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
             H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
-            HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED, out.dtype.element_ty == tl.float32,
+            HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED,
         )  # fmt: skip
         # Then once more, a row at a time.
         for r in range(tl.where(far, ROWS, 0)):
             _forward_exact(
                 scores, values, tables, key_mask, out, lse_out, block, oy + r, batch, ox, h, channel, y0 + r * SY, x0,
                 H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                HP, L, D, DP, KH, KW, SY, N, 1, False, BIASED, SCALED, MASKED, STACK,
+                HP, L, D, DP, KH, KW, SY, N, 1, False, BIASED, SCALED, MASKED, STACK, PARTS,
             )  # fmt: skip
     else:
         _forward_exact(
             scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
             H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-            HP, L, D, DP, KH, KW, SY, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK,
+            HP, L, D, DP, KH, KW, SY, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK, PARTS,
         )  # fmt: skip

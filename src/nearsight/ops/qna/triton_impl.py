@@ -48,6 +48,8 @@ def refusal(call: QnACall) -> str | None:
         return f"needs at most {MAX_IMAGES} images and rows, got {call.values.shape[0]} and {call.values.shape[1]}"
     if call.combine == "stack" and call.values[:1].numel() * call.scores.shape[3] >= INT32_LIMIT:
         return "needs outputs of fewer than 2³¹ elements per image, got more"
+    if call.scores[:1].numel() * _parts(call.values) >= INT32_LIMIT:
+        return "needs fewer than 2³⁰ scores per image in float32, got more"
     return None
 
 
@@ -98,10 +100,12 @@ class Problem(NamedTuple):
         """Whether forward and δ take exponentials once per pixel.
 
         Not where every window has one key, whose gradient must be exactly 0; nor with a scale alone, where nothing would tell
-        that it is too large for that.
+        that it is too large for that. Nor in float32: a tap with all the weight then has a gradient of rounding errors, where
+        the others' may be smaller.
         """
         lone = all(window == 1 or size == 1 for window, size in zip(self.window, self.values.shape[1:3], strict=True))
-        return not (lone or self.stack or self.key_mask is not None or (self.scaled and not self.biased))
+        needs_own = lone or self.stack or self.key_mask is not None or _parts(self.values) == 2
+        return not (needs_own or (self.scaled and not self.biased))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Scores, values, tables and mask; any tensor stands for an absent one."""
@@ -141,6 +145,7 @@ class Problem(NamedTuple):
             "SCALED": self.scaled,
             "MASKED": self.key_mask is not None,
             "STACK": self.stack,
+            "PARTS": _parts(self.values),
             "num_warps": 1,
             "enable_fp_fusion": True,
             # An option of NVIDIA's compiler alone.
@@ -156,6 +161,11 @@ def _dense(tensor: Tensor, inner: int) -> Tensor:
             return tensor.contiguous()
         expected *= size
     return tensor
+
+
+def _parts(values: Tensor) -> int:
+    """Numbers that a window's log-sum-exp is kept as: `kernels.py` says why."""
+    return 2 if values.dtype == torch.float32 else 1
 
 
 def _sizes(values: Tensor, stride: Sequence[int]) -> tuple[int, int, int, int]:
@@ -269,7 +279,7 @@ def _forward(
     stride: list[int],
     stack: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp (base 2) of every window, head and query, and the tables as the kernels read them."""
+    """The output, the log-sum-exp of every window, head and query, and the tables as the kernels read them."""
     out, lse, tables = _empty_outputs(scores, values, position_bias, tap_scale, key_mask, window, stride, stack)
     if out.numel():
         bias, scale = (None if table is None else table.contiguous() for table in (position_bias, tap_scale))
@@ -326,7 +336,7 @@ def _empty_outputs(
     out = values.new_empty([batch, out_height, out_width, *per_query, heads, dim])
     return (
         out,
-        values.new_empty([batch, out_height, out_width, heads, queries], dtype=torch.float32),
+        values.new_empty([batch, out_height, out_width, heads, _parts(values) * queries], dtype=torch.float32),
         _empty_pack(position_bias, tap_scale, scores),
     )
 
@@ -379,7 +389,7 @@ def _launch_gradients(p: Problem, grad: Tensor, lse: Tensor) -> tuple[Tensor, Te
     """What `_backward` returns."""
     options = (p.biased, p.scaled, p.window, p.stride, p.stack)
     dscores, dvalues, dtables = _empty_gradients(grad, p.scores, p.values, p.key_mask, lse, p.tables, *options)
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty([*lse.shape[:4], p.scores.shape[3]])
     launch_delta(p, grad, lse, delta)
     sums = launch_backward(p, grad, lse, delta, dscores, dvalues)
     return dscores, dvalues, dtables if sums is None else sum_rows(sums)
