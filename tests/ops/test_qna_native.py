@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nearsight.errors import BackendError
 from nearsight.ops import backends, native_support, qna
 from nearsight.ops.qna import native_impl
-from tests.ops.test_qna import CASES, calls, inputs, on, some_mask
+from tests.ops.test_qna import CASES, calls, check_callers_at_once, inputs, on, some_mask
 from tests.support.accuracy import assert_by_error_rule
 
 COMPILER = native_support._compiler()
@@ -197,20 +197,7 @@ def test_results_do_not_depend_on_the_threads():
 
 
 def test_callers_at_once_do_not_disturb_each_other():
-    given = [inputs(1, 9, 7, (3, 3), seed=i) for i in range(4)]
-    want = [on("native", window=3)(**g) for g in given]
-    got = [[] for _ in given]
-
-    def work(i):
-        for _ in range(5):
-            got[i].append(on("native", window=3)(**given[i]))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(len(outs) == 5 and all(torch.equal(o, w) for o in outs) for outs, w in zip(got, want, strict=True))
+    check_callers_at_once("native")
 
 
 class Aggregated(torch.utils.data.Dataset):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from nearsight.bench import memory
 from nearsight.bench.contest import asked_for
 from nearsight.bench.driver import Clock, guard
-from nearsight.bench.timing import Effort, launched_ms, replayed_ms, time_on_cpu
+from nearsight.bench.timing import Effort, launched_ms, not_captured, replayed_ms, time_on_cpu
 
 __all__ = ["NETWORKS", "NetworkResult", "find_network_fault", "run_networks", "wanted_networks"]
 
@@ -61,6 +61,11 @@ class NetworkResult:
     compiled_over_peer: float | None = None
     replayed_over_peer: float | None = None
     bytes_over_peer: float | None = None
+
+    @property
+    def fast_images_s(self) -> float | None:
+        """Images per second compiled, as replays where those were timed."""
+        return self.replayed_images_s or self.compiled_images_s
 
     def columns(self) -> dict[str, object]:
         """The row flat, for a file."""
@@ -145,8 +150,7 @@ def _compiled(result: NetworkResult, device: torch.device, dtype: torch.dtype, e
         try:
             result.replayed_images_s = step.replay(effort)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            result.note = f"cannot be captured ({reason})"
+            result.note = not_captured(error)
 
 
 class _Step:

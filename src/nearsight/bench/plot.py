@@ -61,7 +61,7 @@ def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> N
     figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.38 * len(timed)), layout="constrained")
     for place, result in enumerate(timed):
         colour = OURS if result.ours else PEERS[0]
-        eager, compiled = result.eager_images_s or 0.0, result.replayed_images_s or result.compiled_images_s or 0.0
+        eager, compiled = result.eager_images_s or 0.0, result.fast_images_s or 0.0
         if compiled:
             axis.barh(place, compiled, 0.75, color=colour)
         # The plain run inside the compiled one's bar; alone, it is the bar.
@@ -78,9 +78,7 @@ def plot_networks(path: Path, results: Sequence[NetworkResult], title: str) -> N
         axis.text(best, place, note + (f" ({ratio:.2f}× {result.peer})" if ratio else ""), va="center", fontsize=7)
     axis.set_yticks(range(len(timed)), [r.network for r in timed], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(
-        0, 1.4 * max(max(r.eager_images_s or 0, r.replayed_images_s or r.compiled_images_s or 0) for r in timed)
-    )
+    axis.set_xlim(0, 1.4 * max(max(r.eager_images_s or 0, r.fast_images_s or 0) for r in timed))
     way = ", compiled" if any(r.compiled_images_s for r in timed) else ""
     way += " and replayed as a CUDA graph" if any(r.replayed_images_s for r in timed) else ""
     axis.set_xlabel("training images per second" + (f"{way} (dark bar inside: eager)" if way else ""))

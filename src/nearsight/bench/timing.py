@@ -15,7 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Effort", "Timing", "copy_bandwidth", "launched_ms", "replayed_ms", "time_on_cpu", "time_on_cuda"]
+__all__ = [
+    "Effort",
+    "Timing",
+    "copy_bandwidth",
+    "launched_ms",
+    "not_captured",
+    "replayed_ms",
+    "time_on_cpu",
+    "time_on_cuda",
+]
 
 Step = Callable[[], object]
 
@@ -92,8 +101,7 @@ def time_on_cuda(step: Step, effort: Effort) -> Timing:
     try:
         graph = _capture(step, calls)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        return Timing(eager, eager_spread, repeats, eager, f"launched eagerly: cannot be captured ({reason})")
+        return Timing(eager, eager_spread, repeats, eager, f"launched eagerly: {not_captured(error)}")
     replays, spread, repeats = _launched(graph.replay, effort)
     graph.reset()
     return Timing(replays / calls, spread, repeats, eager)
@@ -154,6 +162,15 @@ def launched_ms(step: Step, effort: Effort) -> tuple[float, float]:
     """Median milliseconds and spread of a CUDA step launched as it is, without a graph."""
     middle, spread, _ = _launched(step, effort)
     return middle, spread
+
+
+def not_captured(error: Exception) -> str:
+    """What to note of a capture that failed.
+
+    >>> not_captured(RuntimeError("operation not permitted\\nand more"))
+    'cannot be captured (operation not permitted)'
+    """
+    return f"cannot be captured ({str(error).strip().partition(chr(10))[0]})"
 
 
 def replayed_ms(step: Step, effort: Effort) -> tuple[float, float]:
