@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,7 @@ class Row:
 
     def command(self, seed: int) -> str:
         """What a reader types to repeat it."""
-        words = [f"'{word}'" if set(word) & set(" *{}[]'\"") else word for word in self.set]
-        return " ".join(["nearsight train", self.recipe, self.data, *words, f"train.seed={seed}"])
+        return shlex.join(["nearsight", "train", self.recipe, self.data, *self.set, f"train.seed={seed}"])
 
     def at(self, folder: str) -> str:
         """`data` with a real folder.
