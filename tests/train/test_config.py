@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from nearsight.errors import UserError
 from nearsight.train.config import OptimizerConfig, parse_override, read_yaml, to_yaml
@@ -78,6 +79,17 @@ def test_bad_yaml_names_the_line() -> None:
         read_yaml("a: 1\nb: [", "x")
     with pytest.raises(UserError, match="x: got list, wanted keys"):
         read_yaml("- a", "x")
+
+
+def test_an_optimisers_own_options() -> None:
+    """They reach timm; null leaves one out, so that a recipe may name another optimiser than the one it extends."""
+    model = torch.nn.Linear(4, 8)
+    muon = build_optimizer(model, OptimizerConfig(name="nmuon", options={"fallback_lr_scale": 0.2}), 1)
+    assert muon.param_groups[0]["fallback_lr_scale"] == 0.2
+    sgd = build_optimizer(model, OptimizerConfig(name="sgd", options={"fallback_lr_scale": None}), 1)
+    assert isinstance(sgd, torch.optim.SGD)
+    with pytest.raises(UserError, match=r"sgd refuses \{'fallback_lr_scale': 0.2\}"):
+        build_optimizer(model, OptimizerConfig(name="sgd", options={"fallback_lr_scale": 0.2}), 1)
 
 
 def test_bad_model_and_optimiser_names() -> None:

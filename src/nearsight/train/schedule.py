@@ -75,6 +75,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
         raise UserError(
             f"optimizer.name: got {config.name!r}, wanted one of timm's" + (f", e.g. {near}." if near else ".")
         )
+    options = {key: value for key, value in config.options.items() if value is not None}
     try:
         optimizer = create_optimizer_v2(
             model,
@@ -84,10 +85,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
             momentum=config.momentum,
             filter_bias_and_bn=not config.decay_1d,
             layer_decay=config.layer_decay,
-            **config.options,
+            **options,
         )
     except TypeError as error:
-        raise UserError(f"optimizer.options: {config.name} refuses {config.options} ({error}).") from error
+        raise UserError(f"optimizer.options: {config.name} refuses {options} ({error}).") from error
     _scale_groups(model, optimizer, "lr_scale", config.lr_scale)
     _scale_groups(model, optimizer, "decay_scale", config.decay_scale)
     return optimizer
