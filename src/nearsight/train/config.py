@@ -74,7 +74,9 @@ class OptimizerConfig(Section):
     decay_scale: dict[str, float] = Field(
         default_factory=dict, description="factors on weight_decay by parameter name: {'*.qkv.weight': 0}"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="further keywords of the optimiser; null: none such")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="further keywords of the optimiser; null: none such"
+    )
 
 
 class ScheduleConfig(Section):
