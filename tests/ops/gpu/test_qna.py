@@ -79,10 +79,31 @@ def test_scores_that_no_common_reference_can_hold(window, spread):
     compare(inputs, window)
 
 
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("window", [3, 7])
+def test_steep_softmaxes_in_float32(window, stride, mask):
+    """One tap has nearly all the weight: a log-sum-exp kept as one number would be rounded too much for the gradients."""
+    inputs = make(torch.float32, (29, 23), 8, 8, (window, window), mask=mask)
+    inputs["scores"] *= 60
+    compare(inputs, window, stride=stride)
+
+
 def step(inputs, window=3):
     leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
     out = qna(**leaves, window=window, backend="triton")
     return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "window"), [((9, 11), 1), ((1, 1), 3)])
+def test_where_a_window_has_one_pixel_its_score_has_no_gradient(dtype, size, window):
+    inputs = make(dtype, size, 8, 8, (window, window))
+    _, dvalues, dscores, dbias, dscale = step(inputs, window)
+    assert not dscores.any()
+    assert not dbias.any()
+    assert dvalues.any()
+    assert dscale.any()
 
 
 @pytest.mark.parametrize("window", [3, 7])
