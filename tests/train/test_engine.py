@@ -16,6 +16,7 @@ from nearsight.errors import UserError
 from nearsight.train import checkpoints
 from nearsight.train.engine import Trainer, fit
 from nearsight.train.log import read_log
+from nearsight.train.replay import ReplayedUpdate
 from tests.train.support import small
 
 PLAIN: dict[str, Any] = {
@@ -254,3 +255,34 @@ def test_replayed_graphs_learn_what_launches_do(tmp_path: Path) -> None:
     launched = fit(plain(**keys, model=model), tmp_path / "a", quiet=True)
     replayed = fit(plain(**keys, model={**model, "cuda_graphs": True}), tmp_path / "b", quiet=True)
     assert replayed.losses == pytest.approx(launched.losses, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "adamw", "lr": 1e-3}, {"name": "nmuon", "lr": 0.01}], ids=["adamw", "muon"]
+)
+def test_replayed_updates_learn_what_launched_ones_do(
+    tmp_path: Path, optimizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a schedule and clipping, and resumed in the middle: the weights of both runs agree."""
+    keys = {
+        "train": {"max_steps": 14, "deterministic": False, "device": "auto", "clip": 0.1},
+        "log": {"every": 1},
+        "optimizer": {**optimizer, "weight_decay": 0.1},
+        "schedule": {"warmup_epochs": 0.5},
+        "model": {"compile": True, "cuda_graphs": True},
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplayedUpdate, "suits", staticmethod(lambda optimizer: False))
+        launched = fit(plain(**keys), tmp_path / "a", quiet=True)
+    losses = []
+    for steps, resume in ((8, None), (14, tmp_path / "b")):
+        part = {**keys, "train": {**keys["train"], "max_steps": steps}}
+        trainer = Trainer(plain(**part), tmp_path / "b", quiet=True, resume=resume and checkpoints.listed(resume)[-1])
+        losses += trainer.fit().losses
+        assert trainer.replayed is not None
+        assert trainer.replayed.graph is not None
+    assert losses == pytest.approx(launched.losses, rel=2e-3)
+    ours, theirs = weights(tmp_path / "b"), weights(tmp_path / "a")
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=2e-2, atol=2e-3, msg=name)

@@ -31,6 +31,7 @@ from nearsight.train import checkpoints, state
 from nearsight.train.config import RunConfig, to_yaml
 from nearsight.train.data.batches import Where, seed_of
 from nearsight.train.log import Reporter, replace_file
+from nearsight.train.replay import ReplayedUpdate
 from nearsight.train.schedule import build_optimizer, build_schedule, scaled_lr
 from nearsight.train.tasks import Task, build_task
 
@@ -181,9 +182,16 @@ class Trainer:
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         inner: Any = self.optimizer
         self.inner: torch.optim.Optimizer = inner.optimizer
+        self.replayed = self._replayed_update()
         self.schedule = build_schedule(self.inner, config.schedule, self.steps_per_epoch)
         self.first_bad = torch.full((), NEVER, dtype=torch.int64, device=self.where.device)
         self.skipped = 0
+
+    def _replayed_update(self) -> ReplayedUpdate | None:
+        alone = self.where.world == 1 and self.accelerator.scaler is None and self.where.device.type == "cuda"
+        if not (self.config.model.cuda_graphs and alone and ReplayedUpdate.suits(self.inner)):
+            return None
+        return ReplayedUpdate(self.inner, self.config.train.clip, lambda text: self.report.note(text))
 
     def _begin(self, resume: Path | None, quiet: bool) -> None:
         # Each process draws its own dropout and mixing.
@@ -373,9 +381,12 @@ class Trainer:
             self.first_bad = torch.where(torch.isfinite(loss), self.first_bad, torch.minimum(self.first_bad, step))
             if self.where.device.type == "cpu" and self.where.world == 1:
                 self._check_finite()
-            if config.clip is not None:
-                accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
-            self.optimizer.step()
+            if self.replayed is not None:
+                self.replayed()
+            else:
+                if config.clip is not None:
+                    accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
+                self.optimizer.step()
             if self.ema is not None:
                 self.ema.update(self.bare, self.place.step + 1)
         self.optimizer.zero_grad()

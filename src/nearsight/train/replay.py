@@ -1,0 +1,86 @@
+"""An optimiser's step as a CUDA graph: hundreds of small kernels (Muon's products, say) without the host's launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ReplayedUpdate"]
+
+# Steps that are launched first: the optimiser makes its state in the first one.
+LAUNCHED = 3
+
+
+class ReplayedUpdate:
+    """Clip the gradients and step, launched a few times and replayed from then on.
+
+    Gradients are copied to fixed places first; learning rates, the one thing a schedule changes, are tensors that are filled
+    before every replay. Where the step cannot be captured, `tell` is given a sentence and it is launched as before.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None, tell: Callable[[str], None]) -> None:
+        self.optimizer, self.clip, self.tell = optimizer, clip, tell
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["capturable"] = True
+        self.launched = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed = False
+        self.trained: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self.rates: list[Tensor] = []
+
+    @staticmethod
+    def suits(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimiser says that it can be captured."""
+        return "capturable" in optimizer.defaults
+
+    def __call__(self) -> None:
+        if self.failed or self.launched < LAUNCHED:
+            self.launched += 1
+            self._update()
+            return
+        if self.graph is None:
+            self._capture()
+        if self.graph is None or len(self.trained) != sum(p.grad is not None for p in self.parameters):
+            self._update()  # not captured, or other parameters took part than when it was
+            return
+        torch._foreach_copy_(self.gradients, [p.grad for p in self.trained if p.grad is not None])
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            rate.fill_(group["lr"])
+        self.graph.replay()
+
+    def _update(self) -> None:
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.optimizer.step()
+
+    def _capture(self) -> None:
+        self.trained = [p for p in self.parameters if p.grad is not None]
+        given = [p.grad for p in self.trained]
+        self.gradients = [torch.empty_like(grad) for grad in given if grad is not None]
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        self.rates = [torch.full((), float(rate), device=self.trained[0].device) for rate in numbers]
+        try:
+            graph = torch.cuda.CUDAGraph()
+            for parameter, gradient in zip(self.trained, self.gradients, strict=True):
+                parameter.grad = gradient
+            for group, rate in zip(groups, self.rates, strict=True):
+                group["lr"] = rate
+            torch.cuda.synchronize()
+            # Other threads may go on with the data.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._update()
+            self.graph = graph
+        except Exception as error:  # whatever an optimiser does that a graph cannot hold
+            self.failed = True
+            self.tell(f"the optimiser's step is launched, not replayed: {str(error).splitlines()[0][:200]}")
+        finally:
+            for parameter, before in zip(self.trained, given, strict=True):
+                parameter.grad = before
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number
