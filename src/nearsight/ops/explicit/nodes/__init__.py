@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,9 @@ class Tile(NamedTuple):
     registers: int | None
 
 
-HALF = Tile(16, 16, 32, 16, 16, 4, 3, 128)
+HALF = Tile(32, 16, 32, 32, 16, 8, 2, 128)
 FULL = Tile(8, 16, 16, 16, 16, 4, 2, None)
+SMALL = 32
 
 
 def can_run(size: tuple[int, int], key_mask: Tensor | None, gaussian: bool, offset: float) -> bool:
@@ -56,7 +58,7 @@ def least_radius(p: Problem) -> float:
 
 def slopes_shape(values: Tensor) -> list[int]:
     """Of values [B, H, W, heads, D]: as many numbers as there are nodes for every program of the forward and its channels."""
-    channels = _channels(values.shape[4], values.dtype)
+    channels = _channels(values.shape[4], values.shape[1:3], values.dtype)
     return [values.shape[0] * values.shape[3] * -(-values.shape[4] // channels), NODES * NODES, channels]
 
 
@@ -120,29 +122,33 @@ def _tile(dtype: torch.dtype) -> Tile:
     return FULL if dtype == torch.float32 else HALF
 
 
-def _channels(per_head: int, dtype: torch.dtype) -> int:
-    return min(next_power_of_two(per_head), _tile(dtype).channels)
+def _channels(per_head: int, size: Sequence[int], dtype: torch.dtype) -> int:
+    """Channels of a program: the tile's; 16 where that leaves fewer places empty, and on small maps, which need the programs."""
+    most = _tile(dtype).channels
+    if -(-per_head // 16) % 2 == 1 or max(size) <= SMALL:
+        most = min(most, 16)
+    return min(next_power_of_two(per_head), most)
 
 
 def share_count(p: Problem) -> int:
     """Shares of a head's radius' gradient that the backward leaves: one a program."""
-    return p.batch * -(-p.per_head // _channels(p.per_head, p.values.dtype))
+    return p.batch * -(-p.per_head // _channels(p.per_head, p.size, p.values.dtype))
 
 
 def _constants(p: Problem, tables: Tables) -> dict[str, Any]:
-    tile = _tile(p.values.dtype)
+    tile, channels = _tile(p.values.dtype), _channels(p.per_head, p.size, p.values.dtype)
     constants = {
         "HEADS": p.heads,
         "DH": p.per_head,
         "SIDE": tables.rows.shape[3],
-        "CB": _channels(p.per_head, p.values.dtype),
+        "CB": channels,
         "PX": tile.in_columns,
         "PY": tile.in_rows,
         "EX": tile.out_columns,
         "EY": tile.out_rows,
         "MASKED": p.key_mask is not None,
         "PARTS": p.parts,
-        "num_warps": tile.warps,
+        "num_warps": max(4, tile.warps * channels // tile.channels),
         "num_stages": tile.stages,
     }
     if tile.registers is not None and torch.version.hip is None:

@@ -201,13 +201,14 @@ def _project(
     u = tl.zeros([16, BX * CB], tl.float32)
     result = tl.zeros([16, 16 * CB], tl.float32)
     # One loop over both axes, so that loads stay ahead across columns.
-    for i in range(steps * tl.cdiv(W, BX)):
-        block = i // steps
-        y = (i % steps) * BY + tl.arange(0, BY)
-        x = block * BX + n // CB
+    first_x, first_y = 0, 0
+    for _ in range(steps * tl.cdiv(W, BX)):
+        last = first_y + BY >= H
+        y = first_y + tl.arange(0, BY)
+        x = first_x + n // CB
         inside = (y < H)[:, None] & ((x < W) & (c < DH))[None, :]
         if MASKED:
-            inside = inside & _per_channels(_attended(key_mask, y, block * BX + k, H, W, ms_y, ms_x), BY, BX, CB)
+            inside = inside & _per_channels(_attended(key_mask, y, first_x + k, H, W, ms_y, ms_x), BY, BX, CB)
         v = tl.load(values + y[:, None] * vs_y + (x * vs_x + c)[None, :], mask=inside, other=0.0)
         at_y = rows + r[:, None] * SIDE + y[None, :]
         high = tl.load(at_y)
@@ -215,8 +216,8 @@ def _project(
             u += product(high, v, 3)
         else:
             u = tl.dot(tl.load(at_y + 16 * SIDE), v, tl.dot(high, v, u))
-        if i % steps == steps - 1:
-            at_x = rows + (32 + r)[:, None] * SIDE + (block * BX + k)[None, :]
+        if last:
+            at_x = rows + (32 + r)[:, None] * SIDE + (first_x + k)[None, :]
             across = _swap(u, 16, BX, CB)
             if rows.dtype.element_ty == tl.bfloat16:
                 x_high, x_low = tl.load(at_x), tl.load(at_x + 16 * SIDE)
@@ -225,6 +226,8 @@ def _project(
             else:
                 result = product(_load_parts(at_x, 16 * SIDE, PARTS), across, PARTS, result)
             u = tl.zeros([16, BX * CB], tl.float32)
+        first_x = tl.where(last, first_x + BX, first_x)
+        first_y = tl.where(last, 0, first_y + BY)
     return result
 
 
