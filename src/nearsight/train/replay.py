@@ -12,6 +12,8 @@ __all__ = ["ReplayedUpdate"]
 
 # Steps that are launched first: the optimiser makes its state in the first one.
 LAUNCHED = 3
+# A rate of 0, where a warm-up begins: what can be captured divides by the rate, and 0/0 where a gradient is 0 too.
+SMALLEST = 1e-12
 
 
 class ReplayedUpdate:
@@ -39,19 +41,25 @@ class ReplayedUpdate:
         return "capturable" in optimizer.defaults
 
     def __call__(self) -> None:
-        if self.failed or self.launched < LAUNCHED:
-            self.launched += 1
-            self._update()
-            return
-        if self.graph is None:
+        if self.graph is None and not self.failed and self.launched >= LAUNCHED:
             self._capture()
         if self.graph is None or len(self.trained) != sum(p.grad is not None for p in self.parameters):
-            self._update()  # not captured, or other parameters took part than when it was
+            self._launch()  # not captured, or other parameters take part than when it was
             return
         torch._foreach_copy_(self.gradients, [p.grad for p in self.trained if p.grad is not None])
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            rate.fill_(group["lr"])
+            rate.fill_(max(group["lr"], SMALLEST))
         self.graph.replay()
+
+    def _launch(self) -> None:
+        self.launched += 1
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = max(group["lr"], SMALLEST)
+        self._update()
+        for group, number in zip(groups, numbers, strict=True):
+            group["lr"] = number
 
     def _update(self) -> None:
         if self.clip is not None:
