@@ -148,6 +148,27 @@ def test_maps_that_need_strips():
     compare(inputs)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "heads", "dim", "window", "change", "options"),
+    [
+        ((5, 19), 2, 8, (7, 7), {"mask": 0.7}, {}),
+        ((3, 19), 3, 8, (7, 4), {"tables": "heads", "dtype": HALF}, {"border": "zeros"}),
+        ((5, 17), 1, 16, (6, 7), {"tables": "column"}, {"scale": 0.3}),
+        ((3, 17), 2, 6, (3, 5), {"tables": "row", "content": False}, {}),
+        ((4, 18), 1, 16, (8, 3), {"tables": "none", "mask": 0.5}, {}),
+        ((7, 35), 1, 32, (9, 2), {}, {"dilation": (2, 1)}),
+        ((27, 9), 1, 16, (7, 7), {"tables": "row"}, {"border": "zeros"}),
+    ],
+)
+def test_strips_of_half_types(size, heads, dim, window, change, options):
+    """Tiles of two rows: each row of queries has a row table of its own, whatever the window, its tables and the borders."""
+    inputs = make(**{"dtype": BFLOAT, **change}, size=size, heads=heads, dim=dim, window=window)
+    fixed = walk_of(inputs, window, options.get("dilation", (1, 1)), options.get("border", "mask")).constants
+    assert (fixed["TY"], fixed["WHOLE_X"]) == (2, False)
+    compare(inputs, window, **options)
+
+
 @pytest.mark.parametrize("kernel", ["forward", "walk"])
 @pytest.mark.parametrize(
     ("size", "dim", "tile", "change", "options"),

@@ -81,8 +81,8 @@ class _Choice(NamedTuple):
 # Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
 # 128 was not timed, nor was float32.
 CHOICES = {
-    ("forward", 8): _Choice(2, 2, 3, boxes=True),
-    ("forward", 16): _Choice(1, 1, 2, registers=168, boxes=True),
+    ("forward", 8): _Choice(2, 2, 3, registers=128, boxes=True),
+    ("forward", 16): _Choice(1, 1, 2, registers=128, boxes=True),
     ("forward", 32): _Choice(1, 1, 2, boxes=True),
     ("forward", 64): _Choice(1, 2, 2, registers=168, boxes=True),
     ("forward", 128): _Choice(1, 4, 1, 64),
@@ -94,7 +94,7 @@ CHOICES = {
     # Maps whose rows, or which as a whole, fit one tile (`_fit`); measured at 14×14 and at 7×7.
     ("forward row", 8): _Choice(2, 4, 2, boxes=True, tile=(2, 16)),
     ("forward row", 16): _Choice(1, 2, 2, boxes=True, tile=(2, 16)),
-    ("forward row", 32): _Choice(1, 2, 2, boxes=True, tile=(2, 16)),
+    ("forward row", 32): _Choice(1, 2, 2, registers=168, boxes=True, tile=(2, 16)),
     ("walk row", 8): _Choice(2, 4, 2, tile=(2, 16)),
     ("walk row", 16): _Choice(1, 2, 2, tile=(2, 16)),
     ("walk row", 32): _Choice(1, 2, 2, tile=(2, 16)),

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
-from nearsight.ops.local.kernels import RUNTIME, _strip, _within
+from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _half_table, _row_codes, _row_terms, _strip, _within
 
 __all__ = ["backward"]
 
@@ -185,6 +185,8 @@ def backward(
     # Three TF32 products keep 22 bits of a term: of some tens, as wide heads have them, that moves a probability by 4e-6.
     TERMS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and D > 16 else PRECISION
     tl.static_assert(NR == TY)
+    # Tiles of two rows: row terms need no gather, column terms are where the products begin. Measured for strips of half types.
+    PAIRS: tl.constexpr = TY == 2 and LSE_PARTS == 1 and not WHOLE_X
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -210,22 +212,35 @@ def backward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    slot = tl.arange(0, 2 * HS)[None, :]
-    if HAS_REL:
+    if PAIRS:
+        half = tl.arange(0, HS)[None, :]
+        row_tables = ()
+        if HAS_COL:
+            col_table = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
+        if HAS_ROW:
+            row_tables = (
+                _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype, UP - PY),
+                _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype, UP - PY + 1),
+            )
+        dcol_table = tl.zeros((HS, G * DP), tl.float32)
+        drow_tables = (tl.zeros((HS, G * DP), tl.float32), tl.zeros((HS, G * DP), tl.float32))
+    elif HAS_REL:
+        slot = tl.arange(0, 2 * HS)[None, :]
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
-    drel = tl.zeros((2 * HS, G * DP), tl.float32)
+    if not PAIRS:
+        drel = tl.zeros((2 * HS, G * DP), tl.float32)
     per_split = (tiles + splits - 1) // splits
     first = split * per_split
     if WHOLE_X:
         pitch = dil_y * W * grad_pixel
         origin = (pixel0 + phase_y * W + phase_x) * grad_pixel
-        column = halo_x * dil_x * grad_pixel
+        place = (halo_x * dil_x * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
     else:
-        # Shares lie as [program, row of the strip, NC, heads·D].
-        pitch = NC * heads * D
-        origin = (tl.program_id(0).to(tl.int64) * (per_split + CHUNKS - 1) * TY - (first * TY - UP)) * pitch
-        column = n % NC * heads * D
-    place = column[:, None] + (hc * D + c % DP)[None, :]
+        # Shares lie as [program, group of heads, row of the strip, NC, G·D]: a program writes whole lines.
+        pitch = NC * G * D
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        origin = (program * (per_split + CHUNKS - 1) * TY - (first * TY - UP)) * pitch
+        place = (n % NC * (G * D))[:, None] + (c // DP * D + c % DP)[None, :]
     dk = ()
     dv = ()
     for _ in tl.static_range(CHUNKS):
@@ -243,20 +258,38 @@ def backward(
         out = tl.load(out_ptr + flat_at, mask=mine, other=0.0)
         delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
         lse, rest = _load_lse(lse_ptr, pixel * heads + h0 + g, inside & (h0 + g < heads), LARGE, LSE_PARTS)
-        taps = tl.zeros((M, 2 * HS), tl.float32)
-        if HAS_REL:
-            taps = dot(q, rel, PRECISION)
-        table = _table(taps, at_y, at_x, y0 - UP, x0 - LEFT, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+        if PAIRS:
+            col_taps = tl.zeros((M, HS), tl.float32)
+            if HAS_COL:
+                col_taps = dot(q, col_table, PRECISION)
+            col = _axis_bias(col_taps, at_x, x0 - LEFT, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
+            col = tl.reshape(tl.broadcast_to(col[:, None, :], (M, NR, NC)), (M, NK))
+            row = _row_terms(
+                *(q, row_tables, qy == 1, at_y, y0 - UP, LH, KH, HS, not ZEROS, HAS_ROW, LARGE, PRECISION, dtype)
+            )
+            dcol = tl.zeros((M, NC), tl.float32)
+            drow = tl.zeros((M, HS), tl.float32)
+        else:
+            taps = tl.zeros((M, 2 * HS), tl.float32)
+            if HAS_REL:
+                taps = dot(q, rel, PRECISION)
+            table = _table(
+                *(taps, at_y, at_x, y0 - UP, x0 - LEFT, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+            )
+            dtable = tl.zeros((M, 2 * HS), tl.float32)
         dq = tl.zeros((M, G * DP), tl.float32)
-        dtable = tl.zeros((M, 2 * HS), tl.float32)
         dk_next = ()
         dv_next = ()
         for i in tl.static_range(CHUNKS):
             halo_y = y0 - UP + i * NR + n // NC
             there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
-            codes = _codes(i * NR, NR, NC, HS, dtype)
-            s = dot(table, tl.trans(codes), TERMS)
+            if PAIRS:
+                codes = _row_codes(i * NR, NK, NC, HS, dtype)
+                s = dot_add(row, tl.trans(codes), col, TERMS)
+            else:
+                codes = _codes(i * NR, NR, NC, HS, dtype)
+                s = dot(table, tl.trans(codes), TERMS)
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
                 s = dot_add(q, tl.trans(k), s, PRECISION)
@@ -267,14 +300,19 @@ def backward(
             p = _probabilities(s * scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
-            ds = (p * (dp - delta[:, None])).to(dtype)
+            ds = p * (dp - delta[:, None])
+            if PAIRS and HAS_COL:
+                dcol += tl.sum(tl.reshape(ds, (M, NR, NC)), 1)
+            ds = ds.to(dtype)
             dv_next = dv_next + (dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)
             if HAS_K:
                 dq = dot_add(ds, k, dq, PRECISION)
                 dk_next = dk_next + (dot_add(tl.trans(ds), q, dk[i], PRECISION),)
             else:
                 dk_next = dk_next + (dk[i],)
-            if HAS_REL:
+            if PAIRS and HAS_ROW:
+                drow = dot_add(ds, codes, drow, PRECISION)
+            elif HAS_REL and not PAIRS:
                 dtable = dot_add(ds, codes, dtable, PRECISION)
             if i == 0:
                 # Written at once: the last chunk can have these registers.
@@ -283,7 +321,25 @@ def backward(
                 tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=there[:, None] & real[None, :])
                 if HAS_K:
                     tl.store(dk_ptr + done, (dk_next[0] * scale).to(dtype), mask=there[:, None] & real[None, :])
-        if HAS_REL:
+        if PAIRS:
+            if HAS_COL:
+                # Back from halo columns to taps: tap t came from t + at_x.
+                came = half + at_x[:, None]
+                fits = (came >= 0) & (came < NC) & (half < KW)
+                dtaps = tl.where(fits, tl.gather(dcol, came & (NC - 1), 1), 0.0).to(dtype)
+                dq = dot_add(dtaps, tl.trans(col_table), dq, PRECISION)
+                dcol_table = dot_add(tl.trans(dtaps), q, dcol_table, PRECISION)
+            if HAS_ROW:
+                lower = (qy == 1)[:, None]
+                of_first = tl.where(lower, 0.0, drow).to(dtype)
+                of_second = tl.where(lower, drow, 0.0).to(dtype)
+                dq = dot_add(of_first, tl.trans(row_tables[0]), dq, PRECISION)
+                dq = dot_add(of_second, tl.trans(row_tables[1]), dq, PRECISION)
+                drow_tables = (
+                    dot_add(tl.trans(of_first), q, drow_tables[0], PRECISION),
+                    dot_add(tl.trans(of_second), q, drow_tables[1], PRECISION),
+                )
+        elif HAS_REL:
             # Back from halo columns and rows to taps: column tap t came from t + at_x, row tap t from t + at_y.
             came = tl.where(slot < HS, slot + at_x[:, None], slot - HS + at_y[:, None])
             fits = (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
@@ -304,5 +360,17 @@ def backward(
             tl.store(dk_ptr + done, (dk[i] * scale).to(dtype), mask=there[:, None] & real[None, :])
     if HAS_REL:
         at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
-        inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
-        tl.store(drel_ptr + at + inner, drel * scale)
+        if PAIRS:
+            place = tl.arange(0, HS)[:, None]
+            inner = place * (G * DP) + c[None, :]
+            tl.store(drel_ptr + at + inner, dcol_table * scale)
+            # The halo's row r is tap r − (UP − PY) of the tile's first row, one less of its second.
+            total = tl.zeros((HS, G * DP), tl.float32)
+            for j in tl.static_range(2):
+                came = tl.broadcast_to(place + (UP - PY + j), (HS, G * DP))
+                there = (came >= 0) & (came < HS)
+                total += tl.where(there, tl.gather(drow_tables[j], came & (HS - 1), 0), 0.0)
+            tl.store(drel_ptr + at + HS * G * DP + inner, total * scale)
+        else:
+            inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
+            tl.store(drel_ptr + at + inner, drel * scale)

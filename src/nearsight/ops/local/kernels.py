@@ -71,14 +71,54 @@ def _half_table(
     G: tl.constexpr,
     HS: tl.constexpr,
     dtype: tl.constexpr,
+    SHIFT: tl.constexpr = 0,
 ):
-    """One relative table as an operand [G·DP, HS]; it meets D/2 channels of a head, from FIRST on."""
+    """One relative table as an operand [G·DP, HS], from place SHIFT on; it meets D/2 channels of a head, from FIRST on."""
     c = tl.arange(0, G * DP)[:, None]
-    s = tl.arange(0, HS)[None, :]
+    s = tl.arange(0, HS)[None, :] - SHIFT
     h = h0 + c // DP
     d = c % DP - FIRST
-    use = (s < TAPS) & (d >= 0) & (d < D // 2) & (h < heads)
+    use = (s >= 0) & (s < TAPS) & (d >= 0) & (d < D // 2) & (h < heads)
     return tl.load(ptr + h * head_stride + s * (D // 2) + d, mask=use, other=0.0).to(dtype)
+
+
+@triton.jit
+def _row_terms(
+    q,
+    tables,
+    second,
+    at_y,
+    first,
+    size,
+    TAPS: tl.constexpr,
+    HS: tl.constexpr,
+    CHECK_IMAGE: tl.constexpr,
+    HAS: tl.constexpr,
+    LARGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Each query's terms for the halo's rows, as an operand [M, HS], −LARGE where window or image ends.
+
+    A tile has two rows of queries, and `tables` a table for each, so that nothing is moved between lanes.
+    """
+    s = tl.arange(0, HS)[None, :]
+    tap = s - at_y[:, None]
+    fits = (tap >= 0) & (tap < TAPS)
+    if CHECK_IMAGE:
+        fits = fits & _within(first + s, size)
+    if HAS:
+        terms = tl.where(second[:, None], dot(q, tables[1], PRECISION), dot(q, tables[0], PRECISION))
+        return tl.where(fits, terms, -LARGE).to(dtype)
+    else:
+        return tl.where(fits, 0.0, -LARGE).to(dtype)
+
+
+@triton.jit
+def _row_codes(FIRST: tl.constexpr, NK: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+    """One-hot codes [NK, HS] of the halo's rows, for a chunk from row FIRST on."""
+    row = tl.arange(0, NK)[:, None] // NC + FIRST
+    return tl.where(row == tl.arange(0, HS)[None, :], 1.0, 0.0).to(dtype)
 
 
 @triton.jit
@@ -175,6 +215,8 @@ def forward(
     PX: tl.constexpr = (KW - 1) // 2
     UP: tl.constexpr = 0 if WHOLE_Y else PY
     LEFT: tl.constexpr = 0 if WHOLE_X else PX
+    # Tiles of two rows whose halo is one chunk: row terms need no gather. Half types: the exponentials' sums are products.
+    PAIRS: tl.constexpr = LSE_PARTS == 1 and TY == 2 and CHUNKS == 1 and NR >= 8
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -203,8 +245,15 @@ def forward(
     pixel0 = image * H * W
     if HAS_COL:
         rel_col = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
+    row_tables = ()
     if HAS_ROW:
-        rel_row = _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype)
+        if PAIRS:
+            row_tables = (
+                _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, NR, dtype, UP - PY),
+                _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, NR, dtype, UP - PY + 1),
+            )
+        else:
+            rel_row = _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype)
     if FOLD:
         # Of two columns half a halo apart a query attends to one at most: one exponential serves both.
         tl.static_assert(KW <= NC // 2)
@@ -221,9 +270,9 @@ def forward(
         row_taps = tl.zeros((M, HS), tl.float32)
         if HAS_COL:
             col_taps = dot(q, rel_col, PRECISION)
-        if HAS_ROW:
-            row_taps = dot(q, rel_row, PRECISION)
         col = _axis_bias(col_taps, at_x, x0 - LEFT, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
+        if HAS_ROW and not PAIRS:
+            row_taps = dot(q, rel_row, PRECISION)
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
@@ -231,14 +280,20 @@ def forward(
             halo_y = y0 - UP + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
-            s = tl.zeros((M, NK), tl.float32)
+            down = chunk * NR
+            if PAIRS:
+                row = _row_terms(
+                    *(q, row_tables, qy == 1, at_y, y0 - UP, LH, KH, NR, not ZEROS, HAS_ROW, LARGE, PRECISION, dtype)
+                ).to(tl.float32)
+            else:
+                row = _axis_bias(
+                    row_taps, at_y - down, y0 - UP + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype
+                )
+            s = tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_K:
                 at = (halo_y * dil_y * k_y)[:, None] + k_cols
                 k = _halo(k_ptr, at, load, image, y0 - UP + chunk * NR, x0 - LEFT, h0 * D, NK, G * DP, BOXES)
                 s = dot_add(q, tl.trans(k), s, PRECISION)
-            down = chunk * NR
-            row = _axis_bias(row_taps, at_y - down, y0 - UP + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype)
-            s += tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_MASK:
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
@@ -256,10 +311,13 @@ def forward(
             base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0) * scale_log2
             if FOLD:
                 p = exp2(s * scale_log2 - base[:, None, None])
-                sums = tl.sum(tl.sum(p, 1), 1)
                 p = tl.reshape(tl.where(mine_of_two, p[:, :, None, :], 0.0), (M, NK))
             else:
                 p = exp2(s * scale_log2 - base[:, None])
+            if PAIRS:
+                # Eight times the same sum, of the numbers that meet the values.
+                sums = tl.max(dot(p.to(dtype), tl.full((NK, 8), 1.0, dtype), PRECISION), 1)
+            else:
                 sums = tl.sum(p, 1)
             if CHUNKS > 1:
                 shrink = exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))

@@ -85,7 +85,9 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
     if kernel == "keys":
         constants["HT"] = max(8, taps)
     else:
-        constants["HS"] = max(8, shape.nc, next_power_of_two(shape.nr * shape.chunks), taps)
+        # Of row terms there are as many as a product is deep.
+        places = 16 if kernel == "walk" and shape.ty == 2 else 8
+        constants["HS"] = max(places, shape.nc, next_power_of_two(shape.nr * shape.chunks), taps)
         constants["ZEROS"] = border == "zeros"
     if kernel in ("forward", "walk"):
         constants |= {"WHOLE_Y": shape.whole_y, "WHOLE_X": shape.whole_x}
@@ -219,7 +221,8 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
     batch, height, width, heads, dim = dq.shape
     per_split = ceil_div(use["tiles"], use["splits"])
     rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
-    shape = (launch.grid[0], rows, fixed["NC"], heads, dim)
+    group = fixed["G"] * dim
+    shape = (*launch.grid, rows, fixed["NC"], group)
     # A strip as wide as the map shares nothing.
     dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
@@ -248,6 +251,7 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
         grad_pixel=numbers["grad_pixel"],
         CHANNELS=channels,
         CP=padded,
+        GROUP=group,
         **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
         OVER_Y=1 if use["splits"] == 1 else 2,
         OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),

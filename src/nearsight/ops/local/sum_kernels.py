@@ -27,6 +27,7 @@ def merge(
     grad_pixel,
     CHANNELS: tl.constexpr,
     CP: tl.constexpr,
+    GROUP: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     TY: tl.constexpr,
@@ -46,6 +47,7 @@ def merge(
     y = pixel // W
     image = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, CP)
+    groups: tl.constexpr = (CHANNELS + GROUP - 1) // GROUP
     walk = ((image * dil_y + y % dil_y) * dil_x + x % dil_x) * strips
     y = y // dil_y
     x = x // dil_x
@@ -63,8 +65,9 @@ def merge(
             strip = last_strip - j
             column = x + PX - strip * TX
             use = (split >= 0) & (row < written) & (strip >= 0) & (column < TX + KW - 1) & (pixel < H * W)
-            at = (((walk + strip) * splits + split) * rows + row) * NC + column
-            at = (at * CHANNELS)[:, None] + c[None, :]
+            program = ((walk + strip) * splits + split) * groups
+            at = (program[:, None] + c[None, :] // GROUP) * rows + row[:, None]
+            at = (at * NC + column[:, None]) * GROUP + c[None, :] % GROUP
             use = use[:, None] & (c < CHANNELS)[None, :]
             dv += tl.load(dv_share_ptr + at, mask=use, other=0.0).to(tl.float32)
             if HAS_K:
