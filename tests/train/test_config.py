@@ -150,6 +150,10 @@ def test_learning_rates_by_name_follow_the_schedule() -> None:
     assert sorted(seen) == sorted([*names.values()] * 2)
     with pytest.raises(UserError, match=r"optimizer\.lr_scale: 'con1\*' matches no parameter; one is conv1"):
         build_optimizer(model, OptimizerConfig(lr_scale={"con1*": 2.0}), 64)
+    # A pattern that a recipe brought along and that this network has nothing for.
+    (group, *others) = build_optimizer(model, OptimizerConfig(lr_scale={"con1*": None}), 64).param_groups
+    assert "lr_scale" not in group
+    assert not any("lr_scale" in other for other in others)
 
 
 def test_weight_decay_by_name() -> None:

@@ -68,11 +68,12 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     decay_1d: bool = Field(default=False, description="weight decay also on biases and norms")
     layer_decay: float | None = Field(default=None, gt=0, le=1)
-    lr_scale: dict[str, float] = Field(
-        default_factory=dict, description="factors on lr by parameter name, with * for anything: {'backbone.*': 0.1}"
+    lr_scale: dict[str, float | None] = Field(
+        default_factory=dict,
+        description="factors on lr by parameter name, with * for anything: {'backbone.*': 0.1}; null: none",
     )
-    decay_scale: dict[str, float] = Field(
-        default_factory=dict, description="factors on weight_decay by parameter name: {'*.qkv.weight': 0}"
+    decay_scale: dict[str, float | None] = Field(
+        default_factory=dict, description="factors on weight_decay by parameter name: {'*.qkv.weight': 0}; null: none"
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="further keywords of the optimiser; null: none such"

@@ -95,7 +95,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
 
 
 def _scale_groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer, option: str, factors: Mapping[str, float]
+    model: nn.Module, optimizer: torch.optim.Optimizer, option: str, factors: Mapping[str, float | None]
 ) -> None:
     """Give parameters whose names match a pattern a group of their own, with a factor on its decay or `lr_scale`.
 
@@ -103,6 +103,8 @@ def _scale_groups(
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for pattern, factor in factors.items():
+        if factor is None:
+            continue
         matched = {key for key, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             near = nearest(pattern, names.values())
