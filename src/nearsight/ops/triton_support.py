@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Hashable
@@ -28,6 +29,7 @@ __all__ = [
     "dot_precision",
     "launch",
     "meta_like",
+    "multiprocessors",
     "next_power_of_two",
 ]
 
@@ -65,6 +67,18 @@ def _capability(index: int) -> tuple[int, int]:
     if torch.version.hip is not None:
         return (9, 0)
     return torch.cuda.get_device_capability(index)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has, the current one for tensors without memory; 1 without a GPU."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return 1
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _image_reach(tensor: Tensor) -> int:

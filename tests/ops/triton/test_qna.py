@@ -256,7 +256,7 @@ def test_loops_carry_every_pointer(kernel, masked):
     function = {"forward": kernels.forward, "delta": delta_kernels.delta, "backward": gradient_kernels.backward}[kernel]
     constants = {"ALIGN": 8, "HP": 64, "L": 2, "D": 8, "DP": 8, "KH": 3, "KW": 3, "SY": 1, "SX": 1, "N": 32, "ROWS": 2}
     constants |= {"HB": 0, "QLOW": -1, "QROWS": 4, "UNROLL": True, "BIASED": True, "SCALED": True, "MASKED": masked}
-    constants |= {"STACK": False, "SHARED": not masked, "SHARE": 0, "PARTS": 1 + masked}
+    constants |= {"STACK": False, "SHARED": not masked, "SHARE": 0, "PARTS": 1 + masked, "LONE": False}
     if not masked:
         # As of larger windows, their sums dealt out.
         constants |= {"UNROLL": False, "HB": 8, "SHARE": 1}
@@ -264,7 +264,7 @@ def test_loops_carry_every_pointer(kernel, masked):
     signature = {}
     for name in function.arg_names:
         pointer = "*bf16" if name in halves else "*u8" if name == "key_mask" else "*fp32"
-        number = name in ("H", "W", "OH", "OW", "HEADS", "steps") or name[2:] in ("_b", "_y", "_x")
+        number = name in ("H", "W", "OH", "OW", "HEADS", "tiles") or name[2:] in ("_b", "_y", "_x")
         signature[name] = "constexpr" if name in constants else "i32" if number else pointer
     taken = {name: value for name, value in constants.items() if name in signature}
     source = ASTSource(fn=function, signature=signature, constexprs=taken)
@@ -275,6 +275,43 @@ def test_loops_carry_every_pointer(kernel, masked):
     pointers = re.findall(r"tt\.(?:load|store) (%[\w.#-]+)", program)
     assert len(pointers) > 30
     assert set(pointers) <= set(carried)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("window", "stride", "heads"), [((3, 3), 1, 3), ((3, 3), 2, 2), ((7, 3), 1, 4), ((5, 3), 1, 33), ((5, 5), 2, 3)]
+)
+def test_programs_of_several_tiles(window, stride, heads):
+    """As many as a small GPU runs at a time share the tiles of all images; the last ones have fewer."""
+    from nearsight.ops.qna import triton_impl
+
+    taken, steps_of = [], triton_impl.steps_of
+    triton_impl.steps_of = lambda *_: taken.append(_[2]) or 3
+    try:
+        compare(make(BFLOAT, size=(5, 3), batch=3, heads=heads, window=window), window, stride=stride)
+    finally:
+        triton_impl.steps_of = steps_of
+    assert all(tiles % 3 or tiles > 3 for tiles in taken)
+    assert taken
+
+
+@pytest.mark.parametrize("multiprocessors", [20, 108, 132])
+@pytest.mark.parametrize("registers", [128, 160])
+@pytest.mark.parametrize(
+    ("blocks", "tiles"), [(14, 3584), (14, 1792), (14, 896), (13, 512), (1, 7), (5000, 64), (3, 10**6)]
+)
+def test_all_of_a_gpu_is_busy_until_the_end(multiprocessors, registers, blocks, tiles):
+    from nearsight.ops.qna.geometry import MOST_PROGRAMS, Geometry, steps_of
+
+    steps = steps_of(Geometry(32, 2, 0, True, registers), blocks, tiles, multiprocessors)
+    programs = -(-tiles // steps)
+    assert 1 <= programs <= MOST_PROGRAMS
+    at_once = multiprocessors * (65536 // (32 * registers))
+    if tiles * blocks < at_once:
+        assert steps == 1
+    else:
+        rounds = -(-programs * blocks // at_once)
+        assert tiles * blocks / (rounds * steps * at_once) > 0.75
 
 
 @interpreted

@@ -20,6 +20,7 @@ from nearsight.ops.qna.lanes import (
     logits,
     neighbours,
     one_turn,
+    store_neighbours,
 )
 from nearsight.ops.qna.powers import RANGE, powers, reference
 
@@ -137,8 +138,7 @@ def _rows(
         for l in tl.static_range(per):
             g_at = g_at + (grad + ((ox * (per * HEADS * D) + (row * per + l * HEADS) * D)[:, None] + channel),)
         lse_at = lse_at + neighbours(lse_in + (state + row * L) * PARTS, wide)
-        for l in tl.static_range(L):
-            delta_at = delta_at + (delta_out + (state + row * L) + l,)
+        delta_at = delta_at + neighbours(delta_out + (state + row * L), L)
     g = filled(ROWS * per, tl.zeros([N, DP], tl.float32))
     lse = filled(ROWS * L, tl.zeros([N], tl.float32))
     rest = lse
@@ -176,6 +176,7 @@ def _rows(
     for _ in range(one_turn(H)):
         for r in tl.static_range(ROWS):
             valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
+            results = ()
             for l in tl.static_range(L):
                 result = sums[r * L + l]
                 if SHARED:
@@ -186,7 +187,8 @@ def _rows(
                     far = tl.where(valid & (near == 0), 1, far)
                 elif PARTS == 2:
                     result = result * rest[r * L + l]
-                tl.store(delta_at[r * L + l], result, mask=valid)
+                results = results + (result,)
+            store_neighbours(delta_at, r, results, valid)
         delta_at = for_next_turn(delta_at, H)
     return tl.max(far, axis=0) > 0
 

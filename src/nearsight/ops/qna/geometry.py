@@ -7,17 +7,21 @@ from typing import NamedTuple
 
 from nearsight.ops.triton_support import next_power_of_two
 
-__all__ = ["Geometry", "geometry", "heads_apart", "lanes_of"]
+__all__ = ["Geometry", "geometry", "heads_apart", "lanes_of", "steps_of"]
 
+# Of a multiprocessor, and a grid's second axis.
+REGISTERS = 65536
+MOST_PROGRAMS = 65535
 # All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
 UNROLLED_SUMS = 18
 
 
 class Geometry(NamedTuple):
-    """What a program takes: pixel-heads and rows (in the backward `steps` tiles of rows), and how it runs."""
+    """What a program takes: pixel-heads and rows, and how it runs."""
 
     lanes: int
     rows: int
+    # Tiles of rows that a program of the backward takes; 0: as many as give all that run at a time the same.
     steps: int
     unroll: bool
     # The most registers a thread may take, where the compiler's own choice leaves too few warps to hide the loads.
@@ -48,22 +52,24 @@ def geometry(
     tall = rows == 2 and max(stride) == 1 and max(window) <= 7
     if kernel == "forward":
         if tall and half and shared:
-            return Geometry(lanes, 4, 1, unroll, 112)
+            return Geometry(lanes, 4, 1, unroll, 128 if unroll else 112)
         if unroll and tall and half:
             return Geometry(lanes, 4, 1, unroll, 128)
-        return Geometry(lanes, rows, 1, unroll, 128 if tall and half else None)
+        return Geometry(lanes, rows, 1, unroll, 128 if tall and half else 80 if tall and unroll else None)
     if kernel == "delta":
         if unroll and tall and half and shared:
             return Geometry(lanes, 4, 1, unroll, 128)
-        return Geometry(lanes, 4 if tall and not unroll else rows, 1, unroll)
+        registers = 128 if unroll and tall and not half else None
+        return Geometry(lanes, 4 if tall and not unroll else rows, 1, unroll, registers)
     unroll = unroll and stride[1] == 1
     if tall and half and dealt and not unroll:
         return Geometry(lanes, 4, 4, unroll, 168)
+    rows = -(-rows // stride[0]) * stride[0]
+    if unroll and queries <= 2:
+        # In half types all programs at once: with fewer registers the compiler puts loads off until their numbers are needed.
+        return Geometry(lanes, rows, 0, unroll, 160) if half else Geometry(lanes, rows, 4, unroll, 128)
     # Enough pixels per program that its sums for the tables weigh little beside the maps, enough programs to fill the GPU.
-    steps = 4 if unroll and height > 14 else 7
-    return Geometry(
-        lanes, -(-rows // stride[0]) * stride[0], steps, unroll, 128 if unroll and half and rows == 2 else None
-    )
+    return Geometry(lanes, rows, 4 if unroll and height > 14 else 7, unroll)
 
 
 def lanes_of(dim: int, half: bool) -> int:
@@ -75,3 +81,27 @@ def lanes_of(dim: int, half: bool) -> int:
 def heads_apart(heads: int, lanes: int) -> int:
     """How many lanes further the next one of the same head is, 0 where that differs."""
     return min(heads, lanes) if lanes % heads == 0 or heads % lanes == 0 else 0
+
+
+def steps_of(g: Geometry, blocks: int, tiles: int, multiprocessors: int) -> int:
+    """How many of each block's `tiles` a program of the backward takes.
+
+    >>> steps_of(Geometry(32, 2, 0, True, 160), blocks=14, tiles=128 * 14, multiprocessors=132)
+    16
+    """
+    least = -(-tiles // MOST_PROGRAMS)
+    if g.steps > 0 or g.registers is None:
+        return max(g.steps, least)
+    at_once = multiprocessors * (REGISTERS // (32 * g.registers))
+    best, found = 0.0, tiles
+    # In few rounds of programs, unless more leave less of the GPU idle at the end.
+    for rounds in range(1, 9):
+        programs = at_once * rounds // blocks
+        if programs > 0:
+            steps = max(-(-tiles // programs), least)
+            busy = tiles * blocks / (steps * at_once * rounds)
+            if best == 0 or busy > best + 0.03:
+                best, found = busy, steps
+            if steps == least:
+                break
+    return found

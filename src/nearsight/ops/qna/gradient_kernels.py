@@ -38,7 +38,7 @@ def _scatter_taps(
     dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first: tl.constexpr, q0, ox, OH, OW,
     KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QLOW: tl.constexpr, QROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
-    HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,
+    HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, LONE: tl.constexpr,
 ):  # fmt: skip
     """The body of `_scatter_column`'s loop."""
     per: tl.constexpr = L if STACK else 1
@@ -80,7 +80,8 @@ def _scatter_taps(
                     if SCALED:
                         scaled = p * w[(r + LEAD - SY * q) * L + l]
                         dlogit = w[(r + LEAD - SY * q) * L + l] * gv
-                    dlogit = p * (dlogit - delta[l])
+                    # Of a window with one key p is 1 whatever its logit; the difference would leave a rounding error.
+                    dlogit = tl.zeros_like(p) if LONE else p * (dlogit - delta[l])
                     ds = ds[: r * L + l] + (ds[r * L + l] + dlogit,) + ds[r * L + l + 1 :]
                     if BIASED:
                         db = (
@@ -122,7 +123,7 @@ def _scatter_column(
     HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr, HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, LONE: tl.constexpr,
 ):  # fmt: skip
     """What the windows that see the pixels in column tx of their taps give to the pixels' gradients and the tables'.
 
@@ -152,7 +153,7 @@ def _scatter_column(
     for _ in range(one_turn(OH)):
         dv, ds, db, dw = _scatter_taps(
             dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first, q0, ox, OH, OW,
-            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS,
+            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
         )  # fmt: skip
         table_at = for_next_turn(table_at, OH)
         grad_at = for_next_turn(grad_at, OH)
@@ -264,51 +265,41 @@ def _store_sums(
 @triton.jit(
     do_not_specialize=[
         "H", "W", "OH", "OW", "HEADS", "ss_b", "ss_y", "ss_x", "vs_b", "vs_y", "vs_x", "ms_b", "ms_y", "ms_x",
-        "steps",
+        "tiles",
     ],
     do_not_specialize_on_alignment=["scores", "key_mask", "dscores"],
 )  # fmt: skip
 def backward(
     scores, values, tables, key_mask, grad, lse_in, delta_in, dscores, dvalues, sums,
     H, W, OH, OW, HEADS,
-    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, steps,
+    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, tiles,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, HB: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    QLOW: tl.constexpr, QROWS: tl.constexpr,
+    QLOW: tl.constexpr, QROWS: tl.constexpr, LONE: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores and values, gathered over the windows that see each pixel, and partial sums of the tables'.
 
-    A program takes steps tiles of ROWS rows, one below the other. Its pixels are SX columns apart, so that all of them are the
-    same columns of taps of the windows that see them; likewise ROWS is a multiple of SY. Unrolled (SX = 1), the tables' sums
-    stay in registers over the steps; otherwise they are summed over the lanes and added to what is stored: a tap's when it is
-    done, dealt out (SHARE > 0), or a column's of taps.
+    The `tiles` of ROWS rows of all images are dealt out to the programs of the second axis. A program's pixels are SX columns
+    apart, so that all of them are the same columns of taps of the windows that see them; likewise ROWS is a multiple of SY.
+    Unrolled (SX = 1), the tables' sums stay in registers over the tiles; otherwise they are summed over the lanes and added to
+    what is stored: a tap's when it is done, dealt out (SHARE > 0), or a column's of taps.
     """
     block = tl.program_id(0) // SX
     phase = tl.program_id(0) % SX
-    tile_row = tl.program_id(1) * steps
-    batch = tl.program_id(2).to(tl.int64)
     here = tl.cdiv(W - phase, SX)
     q_column, h = lanes(block, here, HEADS, N)
     channel = channels(h, D, DP)
     vs_y *= ALIGN
     vs_x *= ALIGN
-    scores, values, key_mask = image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN)
-    windows = batch * (OH * OW * HEADS)
-    grad += windows * (D * L if STACK else D)
-    lse_in += windows * (PARTS * L)
-    delta_in += windows * L
-    pixels = batch * (H * W * HEADS)
-    dscores += pixels * L
-    dvalues += pixels * D
     # Who stores the tables' sums: with more heads than lanes each lane of the row, else the first lane of each head, also of
     # heads that a last, short block has no pixel of.
     owner = (block * N + tl.arange(0, N)) % HEADS
     owners = tl.where(HEADS > N, here * HEADS - block * N, HEADS)
     # A program's own row of sums, or with more heads than lanes one per column; both tables' one after the other.
     groups = tl.where(HEADS > N, tl.cdiv(W, SX), tl.num_programs(0) // SX)
-    row = (batch * tl.num_programs(1) + tl.program_id(1)) * (groups * SX) + phase
+    row = tl.program_id(1).to(tl.int64) * (groups * SX) + phase
     row += tl.where(HEADS > N, q_column, block) * SX
     dbias = sums + row * ((BIASED + SCALED) * KH * KW * L * HEADS)
     dscale = dbias + BIASED * (KH * KW * L * HEADS)
@@ -328,13 +319,26 @@ def backward(
         dealt += (place // L * (KH * KW * L) + place % L) * HEADS
     db = filled(KH * L * cols, zero)
     dw = filled(KH * L * cols, zero)
-    for step in range(tl.minimum(steps, tl.cdiv(H, ROWS) - tile_row)):
-        y0 = (tile_row + step) * ROWS
+    tile_rows = tl.cdiv(H, ROWS)
+    own = tl.program_id(1) + tl.zeros([N], tl.int32)
+    # One program after the other takes a tile until there are none left, so that all are in neighbouring images at a time.
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        later = own < tile
+        batch = (tile // tile_rows).to(tl.int64)
+        y0 = tile % tile_rows * ROWS
+        scores_b, values_b, mask_b = image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN)
+        windows = batch * (OH * OW * HEADS)
+        grad_b = grad + windows * (D * L if STACK else D)
+        lse_b = lse_in + windows * (PARTS * L)
+        delta_b = delta_in + windows * L
+        pixels = batch * (H * W * HEADS)
+        dscores_b = dscores + pixels * L
+        dvalues_b = dvalues + pixels * D
         v = filled(ROWS, tl.zeros([N, DP], tl.float32))
         s = filled(ROWS * L, zero)
-        s_at = score_pointers(scores, xc * ss_x + h, y0, H, ss_y, HEADS, ROWS, L)
-        v_at = row_pointers(values, value_column, y0, H, vs_y, ROWS)
-        m_at = row_pointers(key_mask, xc * ms_x, y0, H, ms_y, ROWS if MASKED else 0)
+        s_at = score_pointers(scores_b, xc * ss_x + h, y0, H, ss_y, HEADS, ROWS, L)
+        v_at = row_pointers(values_b, value_column, y0, H, vs_y, ROWS)
+        m_at = row_pointers(mask_b, xc * ms_x, y0, H, ms_y, ROWS if MASKED else 0)
         for _ in range(one_turn(H)):
             s = ()
             v = ()
@@ -349,9 +353,9 @@ def backward(
         if UNROLL:
             for tx in tl.static_range(KW):
                 dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, tx * KH * L, grad, lse_in, delta_in, tables, dealt, True, y0 // SY,
+                    dv, ds, db, dw, v, s, tx, tx * KH * L, grad_b, lse_b, delta_b, tables, dealt, True, y0 // SY,
                     x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS, LONE,
                 )  # fmt: skip
         else:
             first_tx = (phase + (KW - 1) // 2) % SX
@@ -360,11 +364,11 @@ def backward(
                 db = filled(KH * L, zero)
                 dw = filled(KH * L, zero)
                 dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, 0, grad, lse_in, delta_in, tables, dealt, step > 0, y0 // SY,
+                    dv, ds, db, dw, v, s, tx, 0, grad_b, lse_b, delta_b, tables, dealt, later, y0 // SY,
                     q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS,
+                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
                 )  # fmt: skip
-                again = tl.where(step > 0, N if every else owners, 0)
+                again = tl.where(later, N if every else owners, 0)
                 if SHARE > 0:
                     pass
                 elif BIASED and SCALED:
@@ -373,7 +377,7 @@ def backward(
                     _store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
                 elif SCALED:
                     _store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
-            # One lane stores what several load in the next step; what is dealt out, each lane stores for itself.
+            # One lane stores what several load for the next tile; what is dealt out, each lane stores for itself.
             if SHARE == 0:
                 tl.debug_barrier()
         ds_at = ()
@@ -381,8 +385,8 @@ def backward(
         for r in tl.static_range(ROWS):
             pixel = ((y0 + r) * W + x) * HEADS
             for l in tl.static_range(L):
-                ds_at = ds_at + (dscores + (pixel * L + (l * HEADS + h)),)
-            dv_at = dv_at + (dvalues + ((pixel * D)[:, None] + channel),)
+                ds_at = ds_at + (dscores_b + (pixel * L + (l * HEADS + h)),)
+            dv_at = dv_at + (dvalues_b + ((pixel * D)[:, None] + channel),)
         for _ in range(one_turn(H)):
             for r in tl.static_range(ROWS):
                 valid = lane_mask(block, here, HEADS, y0 + r < H, N)

@@ -26,8 +26,10 @@ from nearsight.ops.qna.lanes import (
     load_table,
     log2,
     logits,
+    neighbours,
     one_turn,
     store_channels,
+    store_neighbours,
 )
 from nearsight.ops.qna.powers import LARGEST_BIAS, LARGEST_SCALE, RANGE, powers, reference
 
@@ -205,8 +207,7 @@ def _forward_exact(
     out_at = ()
     for r in tl.static_range(ROWS):
         pixel = batch * (OH * OW * HEADS) + (oy + r) * (OW * HEADS)
-        for l in tl.static_range(wide):
-            lse_at = lse_at + (lse_out + (pixel * wide + l) + (ox * HEADS + h) * wide,)
+        lse_at = lse_at + neighbours(lse_out + pixel * wide + (ox * HEADS + h) * wide, wide)
         for l in tl.static_range(per):
             out_at = out_at + (out + (pixel * per + l * HEADS) * D + ((ox * (per * HEADS * D))[:, None] + channel),)
     for _ in range(one_turn(H)):
@@ -214,23 +215,24 @@ def _forward_exact(
             valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
             if split:
                 total = tl.zeros_like(acc[0])
+            lse = ()
+            over = ()
             for l in tl.static_range(L):
                 sum_l = z[r * L + l]
                 if PARTS == 2:
-                    rest = tl.where(sum_l == 0.0, 0.0, reciprocal(sum_l))
-                    tl.store(lse_at[r * wide + l], tl.where(sum_l == 0.0, float("inf"), m[r * L + l]), mask=valid)
-                    tl.store(lse_at[r * wide + L + l], rest, mask=valid)
+                    lse = lse + (tl.where(sum_l == 0.0, float("inf"), m[r * L + l]),)
+                    over = over + (tl.where(sum_l == 0.0, 0.0, reciprocal(sum_l)),)
                 else:
                     # As above, of a window with nothing to attend to.
                     low = tl.where(m[r * L + l] == float("-inf"), 0.0, m[r * L + l] * LOG2E)
-                    lse = tl.where(sum_l == 0.0, float("inf"), low + log2(sum_l))
-                    tl.store(lse_at[r * L + l], lse, mask=valid)
+                    lse = lse + (tl.where(sum_l == 0.0, float("inf"), low + log2(sum_l)),)
                 if split:
                     part = acc[r * L + l] * tl.where(sum_l == 0.0, 0.0, reciprocal(sum_l))[:, None]
                     if STACK:
                         store_channels(out_at[r * L + l], part, valid, D, DP)
                     else:
                         total += part
+            store_neighbours(lse_at, r, lse + over, valid)
             if not STACK:
                 if not split:
                     total = acc[r]
@@ -350,18 +352,19 @@ def _forward_shared(
     out_at = ()
     for r in tl.static_range(ROWS):
         pixel = batch * (OH * OW * HEADS) + (oy + r) * (OW * HEADS)
-        for l in tl.static_range(L):
-            lse_at = lse_at + (lse_out + (pixel * L + l) + (ox * HEADS + h) * L,)
+        lse_at = lse_at + neighbours(lse_out + pixel * L + (ox * HEADS + h) * L, L)
         out_at = out_at + (out + pixel * D + ((ox * (HEADS * D))[:, None] + channel),)
     for _ in range(one_turn(H)):
         for r in tl.static_range(ROWS):
             valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
+            lse = ()
             for l in tl.static_range(L):
                 total = z[r * L + l]
                 # Neither where it is NaN.
                 near = (total > 1.0 / RANGE) & (total < RANGE)
                 far = tl.where(valid & (near == 0), 1, far)
-                tl.store(lse_at[r * L + l], ref[l] + log2(total), mask=valid)
+                lse = lse + (ref[l] + log2(total),)
+            store_neighbours(lse_at, r, lse, valid)
             store_channels(out_at[r], acc[r], valid, D, DP)
         lse_at = for_next_turn(lse_at, H)
         out_at = for_next_turn(out_at, H)

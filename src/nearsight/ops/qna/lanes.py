@@ -39,6 +39,7 @@ __all__ = [
     "row_pointers",
     "score_pointers",
     "store_channels",
+    "store_neighbours",
     "table_pointers",
     "widened",
 ]
@@ -172,6 +173,20 @@ def load_neighbours(pointers, i: tl.constexpr, n: tl.constexpr):
         for k in tl.static_range(n):
             t = t + (tl.load(pointers[i * n + k]),)
     return t
+
+
+@triton.jit
+def store_neighbours(pointers, i: tl.constexpr, values, valid):
+    """Store a tuple of [N] as the neighbours of place i: one store for 2 or 4."""
+    n: tl.constexpr = len(values)
+    if n == 2:
+        tl.store(pointers[i], tl.join(values[0], values[1]), mask=valid[:, None])
+    elif n == 4:
+        pairs = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
+        tl.store(pointers[i], tl.reshape(pairs, [values[0].shape[0], 4]), mask=valid[:, None])
+    else:
+        for k in tl.static_range(n):
+            tl.store(pointers[i * n + k], values[k], mask=valid)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearsight.ops.launching import replayed
 from nearsight.ops.qna.call import QnACall
-from nearsight.ops.qna.geometry import Geometry, geometry, heads_apart, lanes_of
+from nearsight.ops.qna.geometry import Geometry, geometry, heads_apart, lanes_of, steps_of
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
@@ -18,6 +18,7 @@ from nearsight.ops.triton_support import (
     compile_together,
     launch,
     meta_like,
+    multiprocessors,
     next_power_of_two,
 )
 
@@ -96,15 +97,18 @@ class Problem(NamedTuple):
         return max(sums * apart // lanes, 1)
 
     @property
+    def lone(self) -> bool:
+        """Whether every window has one key, whose weight is 1 whatever its score."""
+        return all(window == 1 or size == 1 for window, size in zip(self.window, self.values.shape[1:3], strict=True))
+
+    @property
     def shared(self) -> bool:
         """Whether forward and δ take exponentials once per pixel.
 
-        Not where every window has one key, whose gradient must be exactly 0; nor with a scale alone, where nothing would tell
-        that it is too large for that. Nor in float32: a tap with all the weight then has a gradient of rounding errors, where
-        the others' may be smaller.
+        Not where every window has one key; nor with a scale alone, where nothing would tell that it is too large for that. Nor
+        in float32: a tap with all the weight then has a gradient of rounding errors, where the others' may be smaller.
         """
-        lone = all(window == 1 or size == 1 for window, size in zip(self.window, self.values.shape[1:3], strict=True))
-        needs_own = lone or self.stack or self.key_mask is not None or _parts(self.values) == 2
+        needs_own = self.lone or self.stack or self.key_mask is not None or _parts(self.values) == 2
         return not (needs_own or (self.scaled and not self.biased))
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -231,13 +235,14 @@ def launch_backward(
 
     g = p.geometry("backward")
     (batch, height, width, heads), (kh, kw), (sy, sx) = p.values.shape[:4], p.window, p.stride
-    tile_rows = -(-height // (g.rows * g.steps))
+    tiles = batch * -(-height // g.rows)
     columns = -(-width // sx)
     blocks = -(-columns * heads // g.lanes)
     # With a stride along x a program meets only the taps of its phase; the others must read as zero.
     new = p.values.new_empty if sx == 1 else p.values.new_zeros
     tables = p.biased + p.scaled
-    rows = batch * tile_rows * sx * (columns if heads > g.lanes else blocks)
+    programs = -(-tiles // steps_of(g, blocks * sx, tiles, multiprocessors(p.values.device)))
+    rows = programs * sx * (columns if heads > g.lanes else blocks)
     sums = new([rows, tables, kh * kw * p.scores.shape[3], heads], dtype=torch.float32) if tables else None
     # Where lanes of one head are a fixed number apart their sums need no loop, which large windows would run through often.
     # Small windows sum once per program and are compiled once for all head counts.
@@ -247,7 +252,7 @@ def launch_backward(
     last = (g.rows - 1 + (kh - 1) // 2) // sy
     launch(
         gradient_kernels.backward,
-        (blocks * sx, tile_rows, batch),
+        (blocks * sx, programs),
         *p.tensors(),
         grad,
         lse,
@@ -257,9 +262,10 @@ def launch_backward(
         delta if sums is None else sums,
         *p.sizes,
         *p.strides(),
-        g.steps,
+        tiles,
         HB=apart,
         SHARE=share,
+        LONE=p.lone,
         QLOW=first,
         QROWS=last - first + 1,
         **p.constants(g),
