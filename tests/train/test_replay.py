@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm.optim
 import torch
 
+from nearsight.train import checkpoints, replay
+from nearsight.train.engine import Trainer
 from nearsight.train.replay import LAUNCHED, SMALLEST, ReplayedUpdate
+from tests.train.support import small
 
 
 class Watched(torch.optim.SGD):
@@ -52,3 +57,23 @@ def test_which_optimisers_suit() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     assert ReplayedUpdate.suits(torch.optim.AdamW([weight]))
     assert not ReplayedUpdate.suits(torch.optim.SGD([weight]))
+
+
+def test_a_resumed_run_goes_on_as_one_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading makes a step of size 0; in the form for capturing that would be 0/0 and end in NaN."""
+    monkeypatch.setattr(timm.optim.nadamw, "_check_capturable_devices", lambda *args: None)
+    monkeypatch.setattr(timm.optim.Muon, "_cuda_graph_capture_health_check", lambda self: None, raising=False)
+    monkeypatch.setattr(timm.optim.Muon, "_accelerator_graph_capture_health_check", lambda self: None, raising=False)
+    monkeypatch.setattr(replay, "LAUNCHED", 1000)
+    monkeypatch.setattr(
+        Trainer, "_replayed_update", lambda self: ReplayedUpdate(self.inner, self.config.train.clip, pytest.fail)
+    )
+
+    def losses(run: str, steps: int, resume: bool = False) -> list[float]:
+        keys = {"train": {"max_steps": steps}, "log": {"every": 1}, "schedule": {"warmup_epochs": 0.5}}
+        config = small(**keys, optimizer={"name": "nmuon", "lr": 0.01, "weight_decay": 0.1})
+        found = checkpoints.listed(tmp_path / run)[-1] if resume else None
+        return Trainer(config, tmp_path / run, quiet=True, resume=found).fit().losses
+
+    whole = losses("whole", 6)
+    assert losses("parts", 3) + losses("parts", 6, resume=True) == whole

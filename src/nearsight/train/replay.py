@@ -26,8 +26,6 @@ class ReplayedUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None, tell: Callable[[str], None]) -> None:
         self.optimizer, self.clip, self.tell = optimizer, clip, tell
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["capturable"] = True
         self.launched = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed = False
@@ -51,7 +49,20 @@ class ReplayedUpdate:
             rate.fill_(max(group["lr"], SMALLEST))
         self.graph.replay()
 
+    def _prepare(self) -> None:
+        """Have the optimiser work in a form that can be captured, its counts of steps on the device.
+
+        Not before the first step: a checkpoint is loaded into an optimiser that has made a step of size 0.
+        """
+        for group in (self.optimizer.defaults, *self.optimizer.param_groups):
+            group["capturable"] = True
+        for parameter, slots in self.optimizer.state.items():
+            if isinstance(slots.get("step"), Tensor):
+                slots["step"] = slots["step"].to(parameter.device)
+
     def _launch(self) -> None:
+        if self.launched == 0:
+            self._prepare()
         self.launched += 1
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         numbers = [group["lr"] for group in groups]
