@@ -1,9 +1,12 @@
 import csv
 import json
+import os
+import signal
+import time
 
 import pytest
 
-from nearsight.bench import layers, models, ops
+from nearsight.bench import driver, layers, models, ops
 from nearsight.bench.ops import OpShape
 from nearsight.cli import main
 
@@ -60,6 +63,38 @@ def test_ops(tiny, capsys, tmp_path):
     assert "depthwise" in out
     assert "unfold" not in out
     assert (tmp_path / "q.png").stat().st_size > 5000
+
+
+def test_ended_early_it_keeps_what_was_timed(tiny, capsys, tmp_path, monkeypatch):
+    """By SIGTERM, as `timeout` sends it, and in the same way by Ctrl-C."""
+    kept, calls = driver._run, []
+
+    def run(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        return kept(*args)
+
+    monkeypatch.setattr(driver, "_run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    assert bench("ops", "--csv", str(tmp_path / "x.csv")) == 130
+    assert "stopped early" in capsys.readouterr().err
+    with (tmp_path / "x.csv").open(newline="") as file:
+        assert {row["subject"] for row in csv.DictReader(file)} == {"local_attention"}
+    assert signal.getsignal(signal.SIGTERM) is before
+    calls[:] = [None]
+    assert bench("ops", "--csv", str(tmp_path / "y.csv")) == 130
+    assert not (tmp_path / "y.csv").exists()
+
+
+def test_models_ended_early_say_so(tiny, capsys, monkeypatch):
+    def never(result, *args):
+        raise KeyboardInterrupt if result.network == "qna_vit_nano" else ValueError("no")
+
+    monkeypatch.setattr(models, "_eager", never)
+    assert bench("models") == 130
+    assert "not timed: stopped early" in " ".join(capsys.readouterr().out.split())
 
 
 def test_layers(tiny, capsys):

@@ -70,11 +70,15 @@ class Result:
 
 
 class Clock:
-    """Says when the time budget is spent: the seconds of everything done inside `running()`."""
+    """Says when the time budget is spent: the seconds of everything done inside `running()`.
+
+    `stopped` is set where Ctrl-C ended a suite early; what had been timed by then is kept.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.spent = 0.0
+        self.stopped = False
 
     @property
     def over(self) -> bool:
@@ -87,6 +91,14 @@ class Clock:
             yield
         finally:
             self.spent += time.monotonic() - start
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """What Ctrl-C ends without losing what came before."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.stopped = True
 
 
 def clock(seconds: float | None) -> Clock:
@@ -120,24 +132,25 @@ def run_contests(
     deadline = deadline or clock(None)
     results: dict[tuple[int, str], Result] = {}
     order: list[tuple[int, str]] = []
-    for compiled in (False, True):
-        for index, build in enumerate(builders):
-            contest = build()
-            contenders = wanted(contest, filters)
-            if not compiled:
-                order += [(index, c.name) for c in contenders]
-            now = [c for c in contenders if c.compiled == compiled]
-            if not now:
-                continue
-            progress(f"{contest.name}: {', '.join(c.name for c in now)}")
-            with deadline.running() if compiled else nullcontext():
-                found = _run(contest, now, device, effort, deadline)
-            for result in found:
-                _add_floor(result, contest, bandwidth)
-                results[index, result.contender] = result
-            del contest, contenders, now
-            memory.free(device)
-    ordered = [results[key] for key in order]
+    with deadline.stoppable():
+        for compiled in (False, True):
+            for index, build in enumerate(builders):
+                contest = build()
+                contenders = wanted(contest, filters)
+                if not compiled:
+                    order += [(index, c.name) for c in contenders]
+                now = [c for c in contenders if c.compiled == compiled]
+                if not now:
+                    continue
+                progress(f"{contest.name}: {', '.join(c.name for c in now)}")
+                with deadline.running() if compiled else nullcontext():
+                    found = _run(contest, now, device, effort, deadline)
+                for result in found:
+                    _add_floor(result, contest, bandwidth)
+                    results[index, result.contender] = result
+                del contest, contenders, now
+                memory.free(device)
+    ordered = [results[key] for key in order if key in results]
     add_ratios(ordered)
     return ordered
 

@@ -99,21 +99,25 @@ def run_networks(
     ours = {name for name in names if NETWORKS[name] is not None}
     text = str(dtype).removeprefix("torch.")
     results = [NetworkResult(name, NETWORKS[name], name in ours, text, batch, size) for name in names]
-    for result in results:
-        progress(f"{result.network}: check and eager" if result.ours else f"{result.network}: eager")
-        guard(result, partial(_eager, result, device, dtype, effort))
-        memory.free(device)
-    for result in results if compiled else []:
-        if result.status != "ok":
-            continue
-        if deadline.over:
-            result.note = f"not compiled: the budget of {deadline.seconds:.0f} s was spent; choose with --filter"
-            continue
-        progress(f"{result.network}: compiling")
-        with deadline.running():
-            guard(result, partial(_compiled, result, device, dtype, effort))
-        torch.compiler.reset()
-        memory.free(device)
+    with deadline.stoppable():
+        for result in results:
+            progress(f"{result.network}: check and eager" if result.ours else f"{result.network}: eager")
+            guard(result, partial(_eager, result, device, dtype, effort))
+            memory.free(device)
+        for result in results if compiled else []:
+            if result.status != "ok":
+                continue
+            if deadline.over:
+                result.note = f"not compiled: the budget of {deadline.seconds:.0f} s was spent; choose with --filter"
+                continue
+            progress(f"{result.network}: compiling")
+            with deadline.running():
+                guard(result, partial(_compiled, result, device, dtype, effort))
+            torch.compiler.reset()
+            memory.free(device)
+    for result in results if deadline.stopped else []:
+        if result.status == "ok" and result.eager_images_s is None:
+            result.note = "not timed: stopped early"
     _add_ratios(results)
     return results
 

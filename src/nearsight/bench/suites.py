@@ -45,13 +45,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished suite: its rows, and the machine they were measured on."""
+    """A suite's rows and the machine they were measured on; `stopped`: it was ended before all was timed."""
 
     suite: str
     title: str
     contests: Sequence[Result]
     networks: Sequence[NetworkResult]
     stamp: Mapping[str, str | float | None]
+    stopped: bool = False
 
     def tables(self) -> list[Table]:
         if self.suite == "models":
@@ -91,9 +92,11 @@ def run_suite(suite: str, settings: Settings, progress: Progress = lambda text: 
     title = _title(suite, stamp, str(settings.dtype).removeprefix("torch."), batch)
     with _fastest_convolutions():
         if suite == "models":
-            return Outcome(suite, title, (), _networks(settings, batch, effort, deadline, progress), stamp)
+            networks = _networks(settings, batch, effort, deadline, progress)
+            return Outcome(suite, title, (), networks, stamp, deadline.stopped)
         contests, bandwidth = _contests(suite, settings, batch, effort, deadline, progress)
-        return Outcome(suite, f"{title}, copy {bandwidth / 1e9:.0f} GB/s", contests, (), stamp)
+        title = f"{title}, copy {bandwidth / 1e9:.0f} GB/s"
+        return Outcome(suite, title, contests, (), stamp, deadline.stopped)
 
 
 def read_suite(suite: str, path: Path, filters: Sequence[str] = ()) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -85,7 +86,13 @@ def bench(
         filters=tuple(filters or ()),
         budget=budget,
     )
-    _show(_run(suite.value, settings), csv, json, plot)
+    outcome = _run(suite.value, settings)
+    if outcome.stopped and not outcome.rows():
+        raise typer.Exit(130)
+    _show(outcome, csv, json, plot)
+    if outcome.stopped:
+        console(stderr=True).print("stopped early: these are the ones timed by then.")
+        raise typer.Exit(130)
 
 
 def _show(outcome: Outcome, csv: Path | None = None, json: Path | None = None, plot: Path | None = None) -> None:
@@ -104,15 +111,24 @@ def _show(outcome: Outcome, csv: Path | None = None, json: Path | None = None, p
 
 
 def _run(suite: str, settings: Settings) -> Outcome:
-    """Run with a line that says what is being timed; where nobody watches, a line each, so that a log shows how far it came."""
+    """Run with a line that says what is being timed; where nobody watches, a line each, so that a log shows how far it came.
+
+    Ctrl-C and SIGTERM end it early, with what was timed by then.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     watched = console(stderr=True)
-    if watched.is_terminal:
-        with watched.status("starting") as status:
-            return run_suite(suite, settings, progress=status.update)
     start = time.monotonic()
-    return run_suite(
-        suite, settings, progress=lambda text: watched.print(f"{time.monotonic() - start:4.0f} s  {text}", markup=False)
-    )
+    try:
+        if watched.is_terminal:
+            with watched.status("starting") as status:
+                return run_suite(suite, settings, progress=status.update)
+        return run_suite(
+            suite,
+            settings,
+            progress=lambda text: watched.print(f"{time.monotonic() - start:4.0f} s  {text}", markup=False),
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _device(name: str | None) -> torch.device:
