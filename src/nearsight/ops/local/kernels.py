@@ -7,9 +7,10 @@ of NR rows padded to NC pixels: NK = NR·NC columns. On a map no wider than a ti
 nothing is shared with a neighbour; on one no taller either (WHOLE_Y), its own rows too.
 
 Positions, window and image borders are not compared or fetched per logit: a query has a term for each row and each column of
-the halo, a large negative number where a tap is out of range. The forward adds the two by broadcasting; the backward keeps them
-as one table [M, 2·HS], which the tensor cores add by a product with one-hot codes of the halo's columns and rows, and whose
-gradient the same codes gather. Dilation is a view: each phase of the lattice is an image of its own with longer strides.
+the halo, a large negative number where a tap is out of range. The forward adds the two by broadcasting. The backward's products
+start from the column terms and add the row terms by a product with one-hot codes of the halo's rows, which gather their gradient
+too (PAIRS: tiles of two rows); elsewhere one table [M, 2·HS] and codes of columns and rows serve for both. Dilation is a view:
+each phase of the lattice is an image of its own with longer strides.
 
 Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponential, and the saved log-sum-exp is in those units.
 """
