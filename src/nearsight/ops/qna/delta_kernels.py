@@ -68,7 +68,7 @@ def _shared_taps(
     count: tl.constexpr = (ROWS - 1) * SY + KH
     w = load_table(table_at, G > 0, G - L, KH, L, G)
     for c in tl.static_range(count):
-        e = powers(at[c * L : (c + 1) * L], y0 + c, x, H, W, ref, 1, 1, L)
+        e = powers(at[c * L : (c + 1) * L], y0 + c, x, H, W, ref, 1, L)
         v = load_channels(value_at[c], D, DP)
         for r in tl.static_range(ROWS):
             if c >= r * SY and c < r * SY + KH:

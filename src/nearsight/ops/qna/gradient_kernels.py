@@ -35,7 +35,7 @@ __all__ = ["backward"]
 
 @triton.jit
 def _scatter_taps(
-    dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first: tl.constexpr, q0, ox, OH, OW,
+    dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, q0, ox, OH, OW,
     KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QLOW: tl.constexpr, QROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
     HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, LONE: tl.constexpr,
@@ -85,15 +85,15 @@ def _scatter_taps(
                     ds = ds[: r * L + l] + (ds[r * L + l] + dlogit,) + ds[r * L + l + 1 :]
                     if BIASED:
                         db = (
-                            db[: first + (r + LEAD - SY * q) * L + l]
-                            + (db[first + (r + LEAD - SY * q) * L + l] + dlogit,)
-                            + db[first + (r + LEAD - SY * q) * L + l + 1 :]
+                            db[: (r + LEAD - SY * q) * L + l]
+                            + (db[(r + LEAD - SY * q) * L + l] + dlogit,)
+                            + db[(r + LEAD - SY * q) * L + l + 1 :]
                         )
                     if SCALED:
                         dw = (
-                            dw[: first + (r + LEAD - SY * q) * L + l]
-                            + (dw[first + (r + LEAD - SY * q) * L + l] + p * gv,)
-                            + dw[first + (r + LEAD - SY * q) * L + l + 1 :]
+                            dw[: (r + LEAD - SY * q) * L + l]
+                            + (dw[(r + LEAD - SY * q) * L + l] + p * gv,)
+                            + dw[(r + LEAD - SY * q) * L + l + 1 :]
                         )
                     if STACK:
                         dv = dv[:r] + (dv[r] + scaled[:, None] * g[l],) + dv[r + 1 :]
@@ -118,7 +118,7 @@ def _scatter_taps(
 
 @triton.jit
 def _scatter_column(
-    dv, ds, db, dw, v, s, tx, first: tl.constexpr, grad, lse_in, delta_in, tables, dealt, again, q0, ox, h, channel,
+    dv, ds, db, dw, v, s, tx, grad, lse_in, delta_in, tables, dealt, again, q0, ox, h, channel,
     OH, OW, HEADS,
     HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
@@ -127,8 +127,8 @@ def _scatter_column(
 ):  # fmt: skip
     """What the windows that see the pixels in column tx of their taps give to the pixels' gradients and the tables'.
 
-    `first` is the entry of db and dw that belongs to (ty, l) = (0, 0). With a SHARE of them each lane stores its own from `dealt`
-    on; those of an earlier tile are there `again`.
+    db and dw are the column's, over (ty, l). With a SHARE of them each lane stores its own from `dealt` on; those of an earlier
+    tile are there `again`.
     """
     per: tl.constexpr = L if STACK else 1
     group: tl.constexpr = (BIASED + SCALED) * L
@@ -152,7 +152,7 @@ def _scatter_column(
         delta_at = delta_at + neighbours(delta_in + (state + row * L), L)
     for _ in range(one_turn(OH)):
         dv, ds, db, dw = _scatter_taps(
-            dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, first, q0, ox, OH, OW,
+            dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, q0, ox, OH, OW,
             KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
         )  # fmt: skip
         table_at = for_next_turn(table_at, OH)
@@ -352,11 +352,14 @@ def backward(
         ds = filled(ROWS * L, zero)
         if UNROLL:
             for tx in tl.static_range(KW):
-                dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, tx * KH * L, grad_b, lse_b, delta_b, tables, dealt, True, y0 // SY,
-                    x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
+                # A column's own sums, so that Triton compiles what it calls once for all columns.
+                dv, ds, db_column, dw_column = _scatter_column(
+                    dv, ds, db[tx * KH * L : (tx + 1) * KH * L], dw[tx * KH * L : (tx + 1) * KH * L], v, s, tx,
+                    grad_b, lse_b, delta_b, tables, dealt, True, y0 // SY, x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
                     HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS, LONE,
                 )  # fmt: skip
+                db = db[: tx * KH * L] + db_column + db[(tx + 1) * KH * L :]
+                dw = dw[: tx * KH * L] + dw_column + dw[(tx + 1) * KH * L :]
         else:
             first_tx = (phase + (KW - 1) // 2) % SX
             for i in range((KW - first_tx + SX - 1) // SX):
@@ -364,7 +367,7 @@ def backward(
                 db = filled(KH * L, zero)
                 dw = filled(KH * L, zero)
                 dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, 0, grad_b, lse_b, delta_b, tables, dealt, later, y0 // SY,
+                    dv, ds, db, dw, v, s, tx, grad_b, lse_b, delta_b, tables, dealt, later, y0 // SY,
                     q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
                     HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
                 )  # fmt: skip

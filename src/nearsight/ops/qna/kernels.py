@@ -242,20 +242,16 @@ def _forward_exact(
 
 
 @triton.jit
-def _add_totals(
-    z, e, b, COLS: tl.constexpr, KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
-    BIASED: tl.constexpr,
-):  # fmt: skip
-    """The windows' Σ power·exp(bias) so far, over COLS columns of taps more."""
-    count: tl.constexpr = (ROWS - 1) * SY + KH
+def _add_totals(z, e, b, KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, BIASED: tl.constexpr):
+    """The windows' Σ power·exp(bias) so far, over one column of taps more."""
     sums = ()
     for r in tl.static_range(ROWS):
         for l in tl.static_range(L):
             total = z[r * L + l]
-            for i in tl.static_range(COLS * KH):
-                power = e[(i // KH * count + r * SY + i % KH) * L + l]
+            for ty in tl.static_range(KH):
+                power = e[(r * SY + ty) * L + l]
                 if BIASED:
-                    power = power * b[i * L + l]
+                    power = power * b[ty * L + l]
                 total += power
             sums = sums + (total,)
     return sums
@@ -263,23 +259,21 @@ def _add_totals(
 
 @triton.jit
 def _add_values(
-    acc, e, w, over, value_at, COLS: tl.constexpr, KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
+    acc, e, w, over, value_at, KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The windows' Σ_l Σ power·exp(bias)·scale·value / z so far, over COLS columns of taps more."""
-    count: tl.constexpr = (ROWS - 1) * SY + KH
-    for j in tl.static_range(COLS):
-        for c in tl.static_range(count):
-            v = load_channels(value_at[j * count + c], D, DP)
-            for r in tl.static_range(ROWS):
-                if c >= r * SY and c < r * SY + KH:
-                    weight = tl.zeros_like(e[0])
-                    for l in tl.static_range(L):
-                        power = e[(j * count + c) * L + l]
-                        if GIVEN:
-                            power = power * w[(j * KH + c - r * SY) * L + l]
-                        weight += power * over[r * L + l]
-                    acc = acc[:r] + (acc[r] + weight[:, None] * v,) + acc[r + 1 :]
+    """The windows' Σ_l Σ power·exp(bias)·scale·value / z so far, over one column of taps more."""
+    for c in tl.static_range((ROWS - 1) * SY + KH):
+        v = load_channels(value_at[c], D, DP)
+        for r in tl.static_range(ROWS):
+            if c >= r * SY and c < r * SY + KH:
+                weight = tl.zeros_like(e[0])
+                for l in tl.static_range(L):
+                    power = e[c * L + l]
+                    if GIVEN:
+                        power = power * w[(c - r * SY) * L + l]
+                    weight += power * over[r * L + l]
+                acc = acc[:r] + (acc[r] + weight[:, None] * v,) + acc[r + 1 :]
     return acc
 
 
@@ -315,9 +309,18 @@ def _forward_shared(
         for _ in range(one_turn(H)):
             b = load_table(table_at, BIASED, 0, KW * KH, L, group)
             w = load_table(table_at, given, group - L, KW * KH, L, group)
-            e = powers(at, y0, x0, H, W, ref, KW, count, L)
-            z = _add_totals(z, e, b, KW, KH, SY, L, ROWS, BIASED)
-            acc = _add_values(acc, e, w, _reciprocals(z), value_at, KW, KH, SY, L, ROWS, D, DP, given)
+            # A column at a time, so that Triton compiles what it calls once for all columns.
+            e = ()
+            for j in tl.static_range(KW):
+                e = e + powers(at[j * count * L : (j + 1) * count * L], y0, x0 + j, H, W, ref, count, L)
+            for j in tl.static_range(KW):
+                powers_j = e[j * count * L : (j + 1) * count * L]
+                z = _add_totals(z, powers_j, b[j * KH * L : (j + 1) * KH * L], KH, SY, L, ROWS, BIASED)
+            over = _reciprocals(z)
+            for j in tl.static_range(KW):
+                powers_j = e[j * count * L : (j + 1) * count * L]
+                w_j, at_j = w[j * KH * L : (j + 1) * KH * L], value_at[j * count : (j + 1) * count]
+                acc = _add_values(acc, powers_j, w_j, over, at_j, KH, SY, L, ROWS, D, DP, given)
             table_at = for_next_turn(table_at, H)
             at = for_next_turn(at, H)
             value_at = for_next_turn(value_at, H)
@@ -330,8 +333,8 @@ def _forward_shared(
             )  # fmt: skip
             for _ in range(one_turn(H)):
                 b = load_table(table_at, BIASED, 0, KH, L, group)
-                e = powers(at, y0, x0 + tx, H, W, ref, 1, count, L)
-                z = _add_totals(z, e, b, 1, KH, SY, L, ROWS, BIASED)
+                e = powers(at, y0, x0 + tx, H, W, ref, count, L)
+                z = _add_totals(z, e, b, KH, SY, L, ROWS, BIASED)
                 table_at = for_next_turn(table_at, H)
                 at = for_next_turn(at, H)
         over = _reciprocals(z)
@@ -342,8 +345,8 @@ def _forward_shared(
             )  # fmt: skip
             for _ in range(one_turn(H)):
                 w = load_table(table_at, given, group - L, KH, L, group)
-                e = powers(at, y0, x0 + tx, H, W, ref, 1, count, L)
-                acc = _add_values(acc, e, w, over, value_at, 1, KH, SY, L, ROWS, D, DP, given)
+                e = powers(at, y0, x0 + tx, H, W, ref, count, L)
+                acc = _add_values(acc, e, w, over, value_at, KH, SY, L, ROWS, D, DP, given)
                 table_at = for_next_turn(table_at, H)
                 at = for_next_turn(at, H)
                 value_at = for_next_turn(value_at, H)

@@ -40,13 +40,12 @@ def reference(scores, x, y0, h, H, W, HEADS, ss_y, ss_x, COUNT: tl.constexpr, L:
 
 
 @triton.jit
-def powers(at, y0, x, H, W, ref, COLS: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr):
-    """exp(score − reference) of the pixels in COLS columns from x and COUNT rows from y0 on, 0 outside: over (j, c, l)."""
+def powers(at, y0, x, H, W, ref, COUNT: tl.constexpr, L: tl.constexpr):
+    """exp(score − reference) of the pixels in column x and COUNT rows from y0 on, 0 outside: a tuple over (c, l)."""
     e = ()
-    for j in tl.static_range(COLS):
-        for c in tl.static_range(COUNT):
-            valid = inside(y0 + c, x + j, H, W)
-            for l in tl.static_range(L):
-                s = tl.load(at[(j * COUNT + c) * L + l]).to(tl.float32)
-                e = e + (tl.where(valid, tl.exp2(s * LOG2E - ref[l]), 0.0),)
+    for c in tl.static_range(COUNT):
+        valid = inside(y0 + c, x, H, W)
+        for l in tl.static_range(L):
+            s = tl.load(at[c * L + l]).to(tl.float32)
+            e = e + (tl.where(valid, tl.exp2(s * LOG2E - ref[l]), 0.0),)
     return e
