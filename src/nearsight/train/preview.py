@@ -16,7 +16,7 @@ from nearsight.train.tasks import task_class
 __all__ = ["activation_bytes", "memory_estimate", "preview"]
 
 # Moments an optimiser keeps per weight.
-MOMENTS = {"sgd": 1, "momentum": 1, "lion": 1, "adamw": 2, "adam": 2, "lamb": 2}
+MOMENTS = {"sgd": 1, "momentum": 1, "lion": 1, "muon": 1, "nmuon": 1, "adamw": 2, "adam": 2, "lamb": 2}
 
 
 def preview(config: Any, world: int = 1) -> dict[str, Any]:
