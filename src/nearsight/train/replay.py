@@ -41,10 +41,11 @@ class ReplayedUpdate:
     def __call__(self) -> None:
         if self.graph is None and not self.failed and self.launched >= LAUNCHED:
             self._capture()
-        if self.graph is None or len(self.trained) != sum(p.grad is not None for p in self.parameters):
+        trained = [p for p in self.parameters if p.grad is not None]
+        if self.graph is None or [*map(id, trained)] != [*map(id, self.trained)]:
             self._launch()  # not captured, or other parameters take part than when it was
             return
-        torch._foreach_copy_(self.gradients, [p.grad for p in self.trained if p.grad is not None])
+        torch._foreach_copy_(self.gradients, [p.grad for p in trained if p.grad is not None])
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             rate.fill_(max(group["lr"], SMALLEST))
         self.graph.replay()
