@@ -84,6 +84,17 @@ def _half_table(
 
 
 @triton.jit
+def _taps_of(position, first, size, TAPS: tl.constexpr, N: tl.constexpr, CHECK_IMAGE: tl.constexpr):
+    """Which tap N places of one axis of the halo are to each query, and whether window and image hold it."""
+    s = tl.arange(0, N)[None, :]
+    tap = s - position[:, None]
+    fits = (tap >= 0) & (tap < TAPS)
+    if CHECK_IMAGE:
+        fits = fits & _within(first + s, size)
+    return tap, fits
+
+
+@triton.jit
 def _row_terms(
     q,
     tables,
@@ -103,11 +114,7 @@ def _row_terms(
 
     A tile has two rows of queries, and `tables` a table for each, so that nothing is moved between lanes.
     """
-    s = tl.arange(0, HS)[None, :]
-    tap = s - at_y[:, None]
-    fits = (tap >= 0) & (tap < TAPS)
-    if CHECK_IMAGE:
-        fits = fits & _within(first + s, size)
+    _, fits = _taps_of(at_y, first, size, TAPS, HS, CHECK_IMAGE)
     if HAS:
         terms = tl.where(second[:, None], dot(q, tables[1], PRECISION), dot(q, tables[0], PRECISION))
         return tl.where(fits, terms, -LARGE).to(dtype)
@@ -140,11 +147,7 @@ def _axis_bias(
 
     Rounded to `dtype` as the backward's table is: its probabilities must sum to 1 with the log-sum-exp saved here.
     """
-    s = tl.arange(0, N)[None, :]
-    tap = s - position[:, None]
-    fits = (tap >= 0) & (tap < TAPS)
-    if CHECK_IMAGE:
-        fits = fits & _within(first + s, size)
+    tap, fits = _taps_of(position, first, size, TAPS, N, CHECK_IMAGE)
     if HAS:
         return tl.where(fits, tl.gather(taps, tap & (HS - 1), 1).to(dtype).to(tl.float32), -LARGE)
     else:
