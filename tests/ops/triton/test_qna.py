@@ -295,6 +295,18 @@ def test_programs_of_several_tiles(window, stride, heads):
     assert taken
 
 
+@interpreted
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (700, 17), (2561, 5)])
+def test_the_tables_shares_are_added_up(rows, columns):
+    """In one launch and, from 2561 rows on, in two."""
+    from nearsight.ops.sums import sum_rows
+
+    shares = torch.randn(rows, 2, columns)
+    want = shares.double().sum(0)
+    assert sum_rows(shares).shape == want.shape
+    assert (sum_rows(shares) - want).abs().max() < 1e-6 * shares.abs().sum(0).max()
+
+
 @pytest.mark.parametrize("multiprocessors", [20, 108, 132])
 @pytest.mark.parametrize("registers", [128, 160])
 @pytest.mark.parametrize(
