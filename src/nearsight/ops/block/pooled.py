@@ -21,12 +21,11 @@ from nearsight.ops.block.triton_impl import (
     Choice,
     add_shares,
     make_launch,
-    multiprocessors,
     share_buffers,
     tables,
 )
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import next_power_of_two
+from nearsight.ops.triton_support import multiprocessors, next_power_of_two
 
 __all__ = ["attend_norm_pool"]
 

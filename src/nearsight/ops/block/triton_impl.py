@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,14 +12,13 @@ from nearsight.ops.block.call import BlockCall
 from nearsight.ops.block.partition import count_blocks
 from nearsight.ops.dispatch import full_precision
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import INT32_LIMIT, common_refusal, dot_precision, next_power_of_two
+from nearsight.ops.triton_support import INT32_LIMIT, common_refusal, dot_precision, multiprocessors, next_power_of_two
 
 __all__ = [
     "Choice",
     "Launch",
     "add_shares",
     "make_launch",
-    "multiprocessors",
     "refusal",
     "run",
     "score_table",
@@ -95,16 +93,6 @@ class Choice(NamedTuple):
 # Measured on an H200 with 4 heads of 16 channels (README). float32 was not timed.
 FORWARD, BACKWARD = Choice(4, 8), Choice(2, 8)
 FORWARD_FLOAT, BACKWARD_FLOAT = Choice(1, 16), Choice(1, 8)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; an interpreting CPU counts as one."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 1
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 class Launch(NamedTuple):
