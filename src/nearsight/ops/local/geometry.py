@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
-
 from nearsight.ops.local.call import LocalCall
-from nearsight.ops.triton_support import next_power_of_two
+from nearsight.ops.triton_support import multiprocessors, next_power_of_two
 
 __all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "plan"]
 
@@ -37,7 +35,7 @@ def plan(call: LocalCall, kernel: str) -> Plan:
     size = call.q.element_size()
     # Enough programs for several waves over the chip, else whole strips, which reuse their neighbours' rows.
     device = call.q.device
-    wanted = 4 if device.type != "cuda" else 12 * _multiprocessors(device.index or 0)
+    wanted = 4 if device.type == "cpu" else 12 * multiprocessors(device)
 
     def cut(fit: str) -> Plan:
         shape = geometry(dim, heads, kh, kw, size, kernel, fit)
@@ -151,8 +149,3 @@ def _cut(shape: Geometry, maps: int, heads: int, height: int, width: int, wanted
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.geometry import TALLEST_WALK, ceil_div, plan
 from nearsight.ops.sums import add_rows
-from nearsight.ops.triton_support import INTERPRETED, dot_precision, next_power_of_two
+from nearsight.ops.triton_support import INTERPRETED, compile_together, dot_precision, meta_like, next_power_of_two
 from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Gradients", "Launch", "attend", "gradients", "lse_shape", "prepare_launch"]
@@ -94,7 +95,7 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
     if kernel == "forward":
         constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
-    if shape.registers is not None and q.device.type == "cuda":
+    if shape.registers is not None and q.device.type != "cpu":
         constants["maxnreg"] = shape.registers
     return Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
 
@@ -109,7 +110,7 @@ def _boxable(t: Tensor) -> bool:
     dim, size = t.shape[-1], t.element_size()
     steps = [stride * size % 16 for stride in t.stride()[:3]]
     fits = size == 2 and dim >= 8 and dim == next_power_of_two(dim) and t.stride(3) == dim
-    able = INTERPRETED or (t.device.type == "cuda" and _has_copy_engine(t.device.index))
+    able = INTERPRETED or (t.device.type != "cpu" and _has_copy_engine(t.device.index))
     return able and fits and not any(steps) and t.data_ptr() % 16 == 0
 
 
@@ -142,15 +143,50 @@ def lse_shape(q: Tensor) -> tuple[int, int, int]:
     return batch, height * width, heads * _lse_parts(q)
 
 
-def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of every query (base 2, of the scaled logits), [B, H·W, heads·parts]."""
-    q, k, v = call.q, call.k, call.v
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
+def attend(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of every query (base 2, of the scaled logits), [B, H·W, heads·parts].
+
+    `into` says where the gradients of a call go, or is None where there will be none: on its first call a class compiles its
+    kernels side by side, those of the backward with them.
+    """
+    out, lse = _empty_outputs(call)
+    if out.numel() > 0:
+        compile_together(_class_of(call, into is not None), lambda: _compile(call, into))
+        _launch_forward(call, out, lse)
+    return out, lse
+
+
+def _empty_outputs(call: LocalCall) -> tuple[Tensor, Tensor]:
+    q = call.q
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
+def _class_of(call: LocalCall, *what: Any) -> Hashable:
+    """All that the choice of kernels may depend on."""
+    tensors = (None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in call[:6])
+    return (call.q.device, *tensors, *call[6:], *what)
+
+
+def _stand_in(call: LocalCall) -> LocalCall:
+    q, k, v, rel_row, rel_col, key_mask, *_ = call
+    optional = (None if t is None else meta_like(t) for t in (k, rel_row, rel_col, key_mask))
+    k, rel_row, rel_col, key_mask = optional
+    return call._replace(q=meta_like(q), k=k, v=meta_like(v), rel_row=rel_row, rel_col=rel_col, key_mask=key_mask)
+
+
+def _compile(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> None:
+    """Launch on tensors without memory what a call launches, and what its gradient will."""
+    call = _stand_in(call)
+    out, lse = _empty_outputs(call)
+    _launch_forward(call, out, lse)
+    if into is not None:
+        _launch_gradients(call, out, out, lse, into(call))
+
+
+def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor) -> None:
     from nearsight.ops.local import kernels
 
+    q, k, v = call.q, call.k, call.v
     launch = prepare_launch(call, "forward")
     with torch.cuda.device_of(q):
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
@@ -161,7 +197,6 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
             **launch.runtime,
             **launch.constants,
         )
-    return out, lse
 
 
 class Gradients(NamedTuple):
@@ -174,19 +209,31 @@ class Gradients(NamedTuple):
 
 def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gradients) -> list[Tensor]:
     """Fill `into`; return the gradients of the relative tables there are."""
+    grad = grad.contiguous()
+    if grad.numel() == 0:
+        tables = [torch.zeros_like(t) for t in (call.rel_row, call.rel_col) if t is not None]
+        for t in into:
+            if t is not None:
+                t.zero_()
+        return tables
+
+    def compile_own() -> None:  # where a compiled graph ran the forward, which then knew of no gradient
+        places = Gradients(meta_like(into.q), None if into.k is None else meta_like(into.k), meta_like(into.v))
+        _launch_gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse), places)
+
+    compile_together(_class_of(call, "gradients"), compile_own)
+    return _launch_gradients(call, grad, out, lse, into)
+
+
+def _launch_gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gradients) -> list[Tensor]:
     q, k, v, rel_row, rel_col, *_ = call
     tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
     found = [t for t in tables if t is not None]
-    if q.numel() == 0:
-        for t in (*into, *found):
-            if t is not None:
-                t.zero_()
-        return found
     walk = call.window[0] <= TALLEST_WALK
     launch = prepare_launch(call, "walk" if walk else "queries")
     shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)
-    read = _Read(q, q if k is None else k, v, out, grad.contiguous(), lse, *_positions_and_mask(call))
+    read = _Read(q, q if k is None else k, v, out, grad, lse, *_positions_and_mask(call))
     numbers = {"grad_pixel": into.q.stride(2), "scale": call.scale}
     with torch.cuda.device_of(q):
         if walk:

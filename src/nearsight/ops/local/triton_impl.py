@@ -73,7 +73,17 @@ def _forward_op(
     zeros: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return attend(_call(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale))
+    call = _call(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale)
+    return attend(call, _dense if _trains(q, k, v, rel_row, rel_col) else None)
+
+
+def _trains(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _dense(call: LocalCall) -> Gradients:
+    dq, dv = (torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device) for _ in range(2))
+    return Gradients(dq, None if call.k is None else torch.empty_like(dq), dv)
 
 
 @_forward_op.register_fake
@@ -99,11 +109,10 @@ def _backward_op(
     scale: float,
 ) -> list[Tensor]:
     """dq, dv, then dk, d rel_row and d rel_col where those inputs exist."""
-    dq, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    dk = None if k is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     call = _call(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale)
-    tables = gradients(call, grad, out, lse, Gradients(dq, dk, dv))
-    return [dq, dv, *([] if dk is None else [dk]), *tables]
+    into = _dense(call)
+    tables = gradients(call, grad, out, lse, into)
+    return [into.q, into.v, *([] if into.k is None else [into.k]), *tables]
 
 
 @_backward_op.register_fake
@@ -159,7 +168,14 @@ def _projected_forward_op(
     zeros: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return attend(_call(*_unpack(packed), rel_row, rel_col, key_mask, window, dilation, zeros, scale))
+    call = _call(*_unpack(packed), rel_row, rel_col, key_mask, window, dilation, zeros, scale)
+    trains = _trains(packed, pixels, weight, bias, rel_row, rel_col)
+    return attend(call, (lambda call: _packed(packed, call)) if trains else None)
+
+
+def _packed(packed: Tensor, call: LocalCall) -> Gradients:
+    """Places for the gradients of q, k and v as the slices of one tensor, like `packed`."""
+    return Gradients(*_unpack(torch.empty(packed.shape, dtype=packed.dtype, device=call.q.device)))
 
 
 @_projected_forward_op.register_fake
