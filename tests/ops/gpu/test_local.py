@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nearsight.layers import LocalAttention2d
 from nearsight.ops import local_attention
 from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
 from tests.support.accuracy import assert_by_error_rule
@@ -52,6 +53,35 @@ def test_error_rule(dtype, size, heads, dim, window):
 )
 def test_options(options, change):
     compare(make(BFLOAT, (21, 18), 2, 4, 8, (5, 7), **change), (5, 7), **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "dim", "window"), [((19, 23), 16, (9, 5)), ((6, 7), 32, (3, 5)), ((20, 30), 24, (3, 9))]
+)
+@pytest.mark.parametrize("layer", [False, True])
+def test_the_gradient_is_compiled_with_the_output(monkeypatch, size, dim, window, layer):
+    """Side by side, on the first call of a class (windows that are nobody else's); nothing is left to the backward."""
+    import triton
+
+    compiled = []
+
+    def remember(*, fn, **_):
+        compiled.append(fn.name.rsplit(".", 1)[-1])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
+    if layer:
+        net = LocalAttention2d(2 * dim, kernel_size=window, num_heads=2).cuda()
+        leaves = [*net.parameters()]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = net(torch.randn(2, 2 * dim, *size, device="cuda").to(memory_format=torch.channels_last))
+    else:
+        inputs = on_gpu(make(BFLOAT, size, 2, 2, dim, window))
+        leaves = [t.requires_grad_() for t in inputs.values() if t is not None and t.is_floating_point()]
+        out = local_attention(**inputs, window=window, backend="triton")
+    before = len(compiled)
+    assert {"forward", "backward"} <= set(compiled) or layer  # the two forms share kernels
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len(compiled) == before, compiled[before:]
 
 
 def test_twice_gives_the_same_bits():
