@@ -70,7 +70,7 @@ def test_the_gradient_is_compiled_with_the_output(monkeypatch, size, dim, window
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
     if layer:
-        net = LocalAttention2d(2 * dim, kernel_size=window, num_heads=2).cuda()
+        net = LocalAttention2d(2 * dim, 2 * dim, kernel_size=window, num_heads=2).cuda()
         leaves = [*net.parameters()]
         with torch.autocast("cuda", torch.bfloat16):
             out = net(torch.randn(2, 2 * dim, *size, device="cuda").to(memory_format=torch.channels_last))
