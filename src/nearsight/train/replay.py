@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,16 +40,32 @@ class ReplayedUpdate:
         return "capturable" in optimizer.defaults
 
     def __call__(self) -> None:
-        if self.graph is None and not self.failed and self.launched >= LAUNCHED:
-            self._capture()
         trained = [p for p in self.parameters if p.grad is not None]
+        if self.graph is None and not self.failed and self.launched >= LAUNCHED:
+            self._capture(trained)
         if self.graph is None or [*map(id, trained)] != [*map(id, self.trained)]:
             self._launch()  # not captured, or other parameters take part than when it was
             return
         torch._foreach_copy_(self.gradients, [p.grad for p in trained if p.grad is not None])
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            rate.fill_(max(group["lr"], SMALLEST))
+        for place, rate in zip(self.rates, self._rates(), strict=True):
+            place.fill_(rate)
         self.graph.replay()
+
+    def _rates(self) -> list[float]:
+        return [max(group["lr"], SMALLEST) for group in self.optimizer.param_groups]
+
+    @contextmanager
+    def _stepping_at(self, rates: Sequence[float | Tensor]) -> Iterator[None]:
+        """The groups' learning rates, and afterwards those that the schedule set."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        kept = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            yield
+        finally:
+            for group, rate in zip(groups, kept, strict=True):
+                group["lr"] = rate
 
     def _prepare(self) -> None:
         """Have the optimiser work in a form that can be captured, its counts of steps on the device.
@@ -65,42 +82,30 @@ class ReplayedUpdate:
         if self.launched == 0:
             self._prepare()
         self.launched += 1
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = max(group["lr"], SMALLEST)
-        self._update()
-        for group, number in zip(groups, numbers, strict=True):
-            group["lr"] = number
+        with self._stepping_at(self._rates()):
+            self._update()
 
     def _update(self) -> None:
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
 
-    def _capture(self) -> None:
-        self.trained = [p for p in self.parameters if p.grad is not None]
-        given = [p.grad for p in self.trained]
-        self.gradients = [torch.empty_like(grad) for grad in given if grad is not None]
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
-        self.rates = [torch.full((), float(rate), device=self.trained[0].device) for rate in numbers]
+    def _capture(self, trained: list[Tensor]) -> None:
+        given = [p.grad for p in trained]
+        self.trained, self.gradients = trained, [torch.empty_like(grad) for grad in given if grad is not None]
+        self.rates = [torch.full((), rate, device=trained[0].device) for rate in self._rates()]
         try:
             graph = torch.cuda.CUDAGraph()
-            for parameter, gradient in zip(self.trained, self.gradients, strict=True):
+            for parameter, gradient in zip(trained, self.gradients, strict=True):
                 parameter.grad = gradient
-            for group, rate in zip(groups, self.rates, strict=True):
-                group["lr"] = rate
             torch.cuda.synchronize()
             # Other threads may go on with the data.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with self._stepping_at(self.rates), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._update()
             self.graph = graph
         except Exception as error:  # whatever an optimiser does that a graph cannot hold
             self.failed = True
             self.tell(f"the optimiser's step is launched, not replayed: {str(error).splitlines()[0][:200]}")
         finally:
-            for parameter, before in zip(self.trained, given, strict=True):
+            for parameter, before in zip(trained, given, strict=True):
                 parameter.grad = before
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
