@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -133,23 +134,22 @@ def run_contests(
     results: dict[tuple[int, str], Result] = {}
     order: list[tuple[int, str]] = []
     with deadline.stoppable():
-        for compiled in (False, True):
-            for index, build in enumerate(builders):
-                contest = build()
-                contenders = wanted(contest, filters)
-                if not compiled:
-                    order += [(index, c.name) for c in contenders]
-                now = [c for c in contenders if c.compiled == compiled]
-                if not now:
-                    continue
-                progress(f"{contest.name}: {', '.join(c.name for c in now)}")
-                with deadline.running() if compiled else nullcontext():
-                    found = _run(contest, now, device, effort, deadline)
-                for result in found:
-                    _add_floor(result, contest, bandwidth)
-                    results[index, result.contender] = result
-                del contest, contenders, now
-                memory.free(device)
+        for compiled, (index, build) in product((False, True), enumerate(builders)):
+            contest = build()
+            contenders = wanted(contest, filters)
+            if not compiled:
+                order += [(index, c.name) for c in contenders]
+            now = [c for c in contenders if c.compiled == compiled]
+            if not now:
+                continue
+            progress(f"{contest.name}: {', '.join(c.name for c in now)}")
+            with deadline.running() if compiled else nullcontext():
+                found = _run(contest, now, device, effort, deadline)
+            for result in found:
+                _add_floor(result, contest, bandwidth)
+                results[index, result.contender] = result
+            del contest, contenders, now
+            memory.free(device)
     ordered = [results[key] for key in order if key in results]
     add_ratios(ordered)
     return ordered

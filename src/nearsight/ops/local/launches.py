@@ -16,7 +16,7 @@ from nearsight.ops.sums import add_rows
 from nearsight.ops.triton_support import INTERPRETED, compile_together, dot_precision, meta_like, next_power_of_two
 from nearsight.ops.triton_support import launch as launch_kernel
 
-__all__ = ["Gradients", "Launch", "attend", "gradients", "lse_shape", "prepare_launch"]
+__all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
 
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
@@ -136,7 +136,7 @@ def _lse_parts(q: Tensor) -> int:
     return 2 if q.dtype == torch.float32 else 1
 
 
-def lse_shape(q: Tensor) -> tuple[int, int, int]:
+def _lse_shape(q: Tensor) -> tuple[int, int, int]:
     """[B, H·W, heads·parts]. No registered operator here takes, gives or keeps a tensor of rank 4: between convolutions
     torch.compile stores those in the order of [N, C, H, W] channels-last, and would copy [B, H, W, …] there and back."""
     batch, height, width, heads, _ = q.shape
@@ -149,16 +149,16 @@ def attend(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> tu
     `into` says where the gradients of a call go, or is None where there will be none: on its first call a class compiles its
     kernels side by side, those of the backward with them.
     """
-    out, lse = _empty_outputs(call)
+    out, lse = empty_outputs(call.q)
     if out.numel() > 0:
         compile_together(_class_of(call, into is not None), lambda: _compile(call, into))
         _launch_forward(call, out, lse)
     return out, lse
 
 
-def _empty_outputs(call: LocalCall) -> tuple[Tensor, Tensor]:
-    q = call.q
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(lse_shape(q), dtype=torch.float32)
+def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """For the output and the log-sum-exp."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 def _class_of(call: LocalCall, *what: Any) -> Hashable:
@@ -177,7 +177,7 @@ def _stand_in(call: LocalCall) -> LocalCall:
 def _compile(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> None:
     """Launch on tensors without memory what a call launches, and what its gradient will."""
     call = _stand_in(call)
-    out, lse = _empty_outputs(call)
+    out, lse = empty_outputs(call.q)
     _launch_forward(call, out, lse)
     if into is not None:
         _launch_gradients(call, out, out, lse, into(call))

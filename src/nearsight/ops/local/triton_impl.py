@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from nearsight.ops.dispatch import full_precision
 from nearsight.ops.launching import replayed
 from nearsight.ops.local.call import LocalCall
-from nearsight.ops.local.launches import Gradients, attend, gradients, lse_shape
+from nearsight.ops.local.launches import Gradients, attend, empty_outputs, gradients
 from nearsight.ops.triton_support import common_refusal
 
 __all__ = ["refusal", "run", "run_projected"]
@@ -87,8 +87,8 @@ def _dense(call: LocalCall) -> Gradients:
 
 
 @_forward_op.register_fake
-def _like_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=torch.float32)
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_outputs(q)
 
 
 @torch.library.custom_op("nearsight::local_attention_triton_backward", mutates_args=())
@@ -180,7 +180,7 @@ def _packed(packed: Tensor, call: LocalCall) -> Gradients:
 
 @_projected_forward_op.register_fake
 def _(packed: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_forward(packed.select(3, 0))
+    return empty_outputs(packed.select(3, 0))
 
 
 @torch.library.custom_op("nearsight::local_attention_projected_triton_backward", mutates_args=())
