@@ -5,6 +5,7 @@ import torch
 
 from nearsight.ops import explicit_attention
 from tests.support.accuracy import assert_by_error_rule
+from tests.support.compiled import watch_compilations
 
 pytestmark = pytest.mark.gpu
 
@@ -103,14 +104,7 @@ def test_capture_and_compile():
 
 def test_the_gradient_is_compiled_with_the_output(monkeypatch):
     """Side by side, on the first call of a class (72 channels a head: nobody else's); nothing is left to the backward."""
-    import triton
-
-    compiled = []
-
-    def remember(*, fn, **_):
-        compiled.append(fn.name.rsplit(".", 1)[-1])
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
+    compiled = watch_compilations(monkeypatch)
     inputs = make(torch.bfloat16, (40, 50), 72, heads=1)
     values, radius = inputs["values"].requires_grad_(), inputs["radius"].requires_grad_()
     out = explicit_attention(values, kind="gaussian", radius=radius, backend="triton")

@@ -7,6 +7,7 @@ from nearsight.layers import LocalAttention2d
 from nearsight.ops import local_attention
 from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
 from tests.support.accuracy import assert_by_error_rule
+from tests.support.compiled import watch_compilations
 
 pytestmark = pytest.mark.gpu
 
@@ -61,14 +62,7 @@ def test_options(options, change):
 @pytest.mark.parametrize("layer", [False, True])
 def test_the_gradient_is_compiled_with_the_output(monkeypatch, size, dim, window, layer):
     """Side by side, on the first call of a class (windows that are nobody else's); nothing is left to the backward."""
-    import triton
-
-    compiled = []
-
-    def remember(*, fn, **_):
-        compiled.append(fn.name.rsplit(".", 1)[-1])
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
+    compiled = watch_compilations(monkeypatch)
     if layer:
         net = LocalAttention2d(2 * dim, 2 * dim, kernel_size=window, num_heads=2).cuda()
         leaves = [*net.parameters()]

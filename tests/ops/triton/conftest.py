@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nearsight.ops import triton_support
+from tests.support.compiled import watch_compilations
 
 # Triton keeps what it compiled per device.
 no_such_devices = itertools.count(99)
@@ -22,7 +23,8 @@ class Driver:
 
     def __init__(self):
         self.device = next(no_such_devices)
-        self.compiled, self.launched = [], []
+        self.compiled: list[str] = []
+        self.launched: list[str] = []
 
     def get_current_device(self):
         return self.device
@@ -45,12 +47,8 @@ def driver(monkeypatch, tmp_path):
     import triton
 
     driver = Driver()
-
-    def remember(*, fn, **_):
-        driver.compiled.append(fn.name.rsplit(".", 1)[-1])
-
+    driver.compiled = watch_compilations(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", remember)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", driver.get_current_device)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
