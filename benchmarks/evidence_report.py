@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence_rows import HERE, RESULTS, Claim, Row, Table, headline, read_result, read_tables, result_file, shown
+from evidence_rows import HERE, RESULTS, Claim, Row, Table, headline, read_lines, read_result, read_tables, result_file, shown
 
 PAGE = HERE.parent / "docs" / "results.md"
 IMAGES = "images"
@@ -29,7 +29,8 @@ every number is a run of the command beside it; what has not been run yet is nam
 
 Accuracy is top-1 in percent on the 10,000 test images, looked at once, at the end of a run (where a table says so: on
 images held out of the training set). With several seeds: mean ± standard deviation; else one seed. Multiply-adds are
-of one image (matrix products and convolutions). Images/s and memory are of training, alone on the GPU; seconds are a
+of one image (matrix products and convolutions). Images/s and memory are of training, alone on the GPU (images/s
+with “of N”: the median of a run that shared it with N − 1 others); seconds are a
 run's whole time, compilation included, with as many runs at once as its file says. CIFAR-10 is the copy the numbers
 were measured on: WebP at quality 84 (33.9 dB), which costs some accuracy against the original pixels.
 
@@ -105,12 +106,22 @@ def verdict(claim: Claim, scores: dict[str, Score | None]) -> tuple[str, str]:
     return shown, "agrees" if min(steps) > 0 else "too close to call"
 
 
+def shared_rate(row: Row, out: Path) -> str:
+    """Images/s of a row's first good run in the middle of its training, and how many runs there were at once."""
+    for seed in row.seeds:
+        first, *log = read_lines(result_file(out, row, seed))
+        rates = [line["images_per_s"] for line in log if line["kind"] == "train" and "images_per_s" in line]
+        if first.get("ok") and rates:
+            return f"{statistics.median(rates):,.0f} of {first['at_once']}"
+    return "–"
+
+
 def cells(row: Row, out: Path, score: Score | None) -> list[str]:
     results = [result for result in results_of(row, out) if result["ok"]]
     speed = read_result(out / "speed" / f"{row.table}-{row.name}.jsonl")
     known = results[0] if results else speed or {}
     fast = speed if speed is not None and speed["ok"] else None
-    memory = fast["peak_memory_bytes"] if fast else None
+    memory = (fast or known).get("peak_memory_bytes")
 
     def number(key: str, scale: float, digits: int) -> str:
         return f"{known[key] / scale:.{digits}f}" if known.get(key) is not None else "–"
@@ -122,7 +133,7 @@ def cells(row: Row, out: Path, score: Score | None) -> list[str]:
         number("parameters", 1e6, 2),
         number("macs", 1e9, 3),
         number("epochs", 1, 0),
-        f"{fast['images_per_s']:,.0f}" if fast else "–",
+        f"{fast['images_per_s']:,.0f}" if fast else shared_rate(row, out),
         f"{memory / 2**30:.1f}" if memory else "–",
         f"{statistics.mean(result['seconds'] for result in results):.0f}" if results else "–",
         row.published or "",

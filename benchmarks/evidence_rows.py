@@ -125,13 +125,16 @@ def result_file(out: Path, row: Row, seed: int) -> Path:
     return out / row.table / f"{row.name}-s{seed}.jsonl"
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A run's file: the result and the log; where there is none, an empty result."""
+    if not path.is_file():
+        return [{}]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def read_result(path: Path) -> dict[str, Any] | None:
     """The first line of a run's file, or None where there is none."""
-    if not path.is_file():
-        return None
-    with open(path, encoding="utf-8") as file:
-        found: dict[str, Any] = json.loads(file.readline())
-    return found
+    return read_lines(path)[0] or None
 
 
 def write_result(path: Path, result: dict[str, Any], log: Sequence[dict[str, Any]] = ()) -> None:
