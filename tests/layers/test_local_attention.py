@@ -247,6 +247,8 @@ def test_half_and_autocast(dtype):
         ((6, 8), {"stride": 3, "num_heads": 2}, "got stride=3, wanted 1 or 2; pool separately"),
         ((6, 8, 0), {"num_heads": 2}, "got kernel_size=0, wanted at least 1"),
         ((0, 8), {}, "got in_channels=0, wanted an int of at least 1"),
+        ((6, "8"), {}, "got out_channels='8', wanted an int of at least 1"),
+        ((6, 8.0), {}, "got out_channels=8.0, wanted an int of at least 1"),
     ],
 )
 def test_refusals(arguments, options, text):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_channels, check_map, check_stride, typed_arguments, zero_masked
+from nearsight.layers.common import check_channels, check_map, check_stride, short_pair, typed_arguments, zero_masked
 from nearsight.layers.explicit import RADIUS_INIT, ExplicitAttention2d
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops.checks import check_number, check_pair
@@ -113,12 +113,11 @@ class AugmentedConv2d(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _typed(self, **own: tuple[object, object]) -> str:
-        rows, columns = self.kernel_size
         by_rule = attention_width(self.out_channels, self.ratio, self.num_heads)
         return typed_arguments(
             self.in_channels,
             self.out_channels,
-            rows if rows == columns else self.kernel_size,
+            short_pair(self.kernel_size),
             stride=(self.stride, 1),
             dilation=(self.dilation, (1, 1)),
             groups=(self.groups, 1),

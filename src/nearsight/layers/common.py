@@ -18,10 +18,13 @@ __all__ = [
     "check_map",
     "check_stride",
     "from_heads",
+    "from_rows",
     "pool_mask",
+    "short_pair",
     "split_heads",
     "to_channels_last",
     "to_nchw",
+    "to_rows",
     "typed_arguments",
     "zero_masked",
 ]
@@ -48,9 +51,8 @@ def check_channels(layer: str, **channels: object) -> None:
 
 def check_divisible(layer: str, name: str, channels: int, num_heads: int) -> int:
     """The head dim channels / num_heads, or a sentence."""
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
-        raise ArgumentValueError(f"{layer}: got num_heads={num_heads!r}, wanted an int of at least 1.")
-    if channels < 1 or channels % num_heads:
+    check_channels(layer, **{name: channels, "num_heads": num_heads})
+    if channels % num_heads:
         raise ArgumentValueError(
             f"{layer}: got {name}={channels} and num_heads={num_heads}, wanted channels that divide by the heads; "
             f"change one of them."
@@ -129,6 +131,15 @@ def avg_pool_valid(
     valid = key_mask[:, None].to(x.dtype)
     share = pool(valid)
     return pool(x * valid) / torch.where(share > 0, share, torch.ones_like(share))
+
+
+def short_pair(pair: tuple[int, ...]) -> int | tuple[int, ...]:
+    """A pair as it would be typed: one number where both are equal.
+
+    >>> short_pair((3, 3)), short_pair((3, 5))
+    (3, (3, 5))
+    """
+    return pair[0] if len(set(pair)) == 1 else pair
 
 
 def typed_arguments(*positional: object, **options: tuple[object, object]) -> str:

@@ -15,6 +15,7 @@ from nearsight.layers.common import (
     check_map,
     check_stride,
     from_heads,
+    short_pair,
     to_channels_last,
     to_nchw,
     typed_arguments,
@@ -174,11 +175,10 @@ class LocalAttention2d(nn.Module):
         return packed.select(3, 0), packed.select(3, 1) if self.content else None, packed.select(3, -1)
 
     def extra_repr(self) -> str:
-        rows, columns = self.kernel_size
         return typed_arguments(
             self.in_channels,
             self.out_channels,
-            rows if rows == columns else self.kernel_size,
+            short_pair(self.kernel_size),
             stride=(self.stride, 1),
             dilation=(self.dilation, (1, 1)),
             num_heads=(self.num_heads, None),

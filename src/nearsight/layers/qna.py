@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_divisible, check_map, split_heads, to_nchw, to_rows
+from nearsight.layers.common import (
+    check_channels,
+    check_divisible,
+    check_map,
+    short_pair,
+    split_heads,
+    to_nchw,
+    to_rows,
+    typed_arguments,
+)
 from nearsight.ops import qna
 from nearsight.ops.checks import check_choice, check_pair
 from nearsight.ops.dispatch import autocast_dtype, full_precision
@@ -46,10 +55,7 @@ class _LearnedQueries2d(nn.Module):
     ) -> None:
         super().__init__()
         layer = type(self).__name__
-        if isinstance(in_channels, bool) or not isinstance(in_channels, int) or in_channels < 1:
-            raise ArgumentValueError(f"{layer}: got in_channels={in_channels!r}, wanted an int of at least 1.")
-        if isinstance(num_queries, bool) or not isinstance(num_queries, int) or num_queries < 1:
-            raise ArgumentValueError(f"{layer}: got num_queries={num_queries!r}, wanted an int of at least 1.")
+        check_channels(layer, in_channels=in_channels, num_queries=num_queries)
         self.head_dim = check_divisible(layer, "out_channels", out_channels, num_heads)
         check_choice(layer, "tap_scale", tap_scale, TAP_SCALES)
         check_choice(layer, "position", position, POSITIONS)
@@ -185,16 +191,16 @@ class _LearnedQueries2d(nn.Module):
 
     def _typed(self, **own: tuple[object, object]) -> str:
         """The arguments as they would be typed, defaults left out."""
-        options = {
+        return typed_arguments(
+            self.in_channels,
+            self.out_channels,
+            short_pair(self.kernel_size),
             **own,
-            "position": (self.position, "relative"),
-            "unit_queries": (self.unit_queries, True),
-            "bias": (self.key_bias is not None, False),
-            "backend": (self.backend, None),
-        }
-        typed = [f"{name}={value!r}" for name, (value, default) in options.items() if value != default]
-        kernel = _short(self.kernel_size)
-        return ", ".join([f"{self.in_channels}, {self.out_channels}, kernel_size={kernel}", *typed])
+            position=(self.position, "relative"),
+            unit_queries=(self.unit_queries, True),
+            bias=(self.key_bias is not None, False),
+            backend=(self.backend, None),
+        )
 
 
 class QnA2d(_LearnedQueries2d):
@@ -268,7 +274,7 @@ class QnA2d(_LearnedQueries2d):
 
     def extra_repr(self) -> str:
         return self._typed(
-            stride=(_short(self.stride), 1),
+            stride=(short_pair(self.stride), 1),
             num_heads=(self.num_heads, None),
             num_queries=(self.num_queries, 2),
             tap_scale=(self.tap_scale, "tap"),
@@ -313,8 +319,7 @@ class QnAUpsample2d(_LearnedQueries2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(scale_factor, bool) or not isinstance(scale_factor, int) or scale_factor < 1:
-            raise ArgumentValueError(f"QnAUpsample2d: got scale_factor={scale_factor!r}, wanted an int of at least 1.")
+        check_channels("QnAUpsample2d", scale_factor=scale_factor)
         super().__init__(
             in_channels,
             out_channels,
@@ -343,7 +348,3 @@ class QnAUpsample2d(_LearnedQueries2d):
             num_heads=(self.num_heads, None),
             tap_scale=(self.tap_scale, "none"),
         )
-
-
-def _short(pair: tuple[int, int]) -> int | tuple[int, int]:
-    return pair[0] if pair[0] == pair[1] else pair

@@ -105,8 +105,6 @@ class RelativeAttention2d(nn.Module):
         q, k, v = self.project(x, key_mask)
         by_rows = x.device.type == "cpu" and height * width >= LARGE and not exporting()
         y = (self._attend_by_rows if by_rows else self._attend)(q, k, v, key_mask).flatten(3)
-        if key_mask is not None:
-            y = y.masked_fill(~key_mask.flatten(1).any(1)[:, None, None, None], 0.0)
         if self.stride == 2:
             # Before W_o, which commutes with an average and is then four times cheaper.
             y = to_channels_last(avg_pool_valid(to_nchw(y), key_mask, 3, 2, padding=1))
@@ -140,7 +138,10 @@ class RelativeAttention2d(nn.Module):
         return attend_by_rows(q, k, v, rel_row, rel_col, key_mask)
 
     def project(self, x: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q (already divided by √d), k and v of a map, each [B, H, W, heads, ·]."""
+        """q (already divided by √d), k and v of a map, each [B, H, W, heads, ·]; all 0 where key_mask is False.
+
+        So an image that is all masked outputs 0, though its softmax weighs every pixel alike.
+        """
         sizes = [self.key_channels, self.key_channels, self.out_channels]
         parts = self.qkv(to_channels_last(zero_masked(x, key_mask))).split(sizes, dim=-1)
         q, k, v = (split_heads(part, self.num_heads) for part in parts)

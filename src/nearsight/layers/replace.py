@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError, NearsightError
 from nearsight.layers.augmented import AttentionAugmentedConv2d, ExplicitAugmentedConv2d
+from nearsight.layers.common import short_pair
 from nearsight.layers.explicit import ExplicitAttention2d
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d
@@ -150,9 +151,9 @@ def _from_arguments(layer: Callable[..., nn.Module], kind: str, options: dict[st
     arguments: dict[str, Any] = {
         "in_channels": conv.in_channels,
         "out_channels": conv.out_channels,
-        "kernel_size": _short(conv.kernel_size),
-        "stride": _short(conv.stride),
-        "dilation": _short(conv.dilation),
+        "kernel_size": short_pair(conv.kernel_size),
+        "stride": short_pair(conv.stride),
+        "dilation": short_pair(conv.dilation),
         "groups": conv.groups,
         "bias": has_bias,
         "qkv_bias": has_bias,
@@ -195,7 +196,3 @@ def _check_padding(kind: str, conv: nn.Conv2d) -> None:
                 f"{kind}: got padding={conv.padding!r} with kernel_size={conv.kernel_size} and dilation={conv.dilation}, "
                 f"wanted the padding that keeps the map: attention puts out ⌈size/stride⌉."
             )
-
-
-def _short(pair: tuple[int, ...]) -> int | tuple[int, ...]:
-    return pair[0] if len(set(pair)) == 1 else pair

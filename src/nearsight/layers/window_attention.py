@@ -9,8 +9,15 @@ from timm.layers.weight_init import lecun_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_divisible, check_map, to_channels_last, to_nchw
+from nearsight.layers.common import (
+    check_channels,
+    check_divisible,
+    check_map,
+    short_pair,
+    to_channels_last,
+    to_nchw,
+    typed_arguments,
+)
 from nearsight.ops.checks import check_choice, check_pair
 
 __all__ = ["WindowAttention2d"]
@@ -57,8 +64,7 @@ class WindowAttention2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(in_channels, bool) or not isinstance(in_channels, int) or in_channels < 1:
-            raise ArgumentValueError(f"{LAYER}: got in_channels={in_channels!r}, wanted an int of at least 1.")
+        check_channels(LAYER, in_channels=in_channels)
         self.head_dim = check_divisible(LAYER, "out_channels", out_channels, num_heads)
         check_choice(LAYER, "position", position, ("relative", "none"))
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -158,12 +164,14 @@ class WindowAttention2d(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments as they would be typed, defaults of the options left out."""
-        kh, kw = self.kernel_size
-        kernel = kh if kh == kw else self.kernel_size
-        typed = [f"{self.in_channels}, {self.out_channels}, kernel_size={kernel}, num_heads={self.num_heads}"]
-        typed += [f"position={self.position!r}"] if self.position != "relative" else []
-        typed += ["bias=True"] if self.qkv.bias is not None else []
-        return ", ".join(typed)
+        return typed_arguments(
+            self.in_channels,
+            self.out_channels,
+            short_pair(self.kernel_size),
+            num_heads=(self.num_heads, None),
+            position=(self.position, "relative"),
+            bias=(self.qkv.bias is not None, False),
+        )
 
 
 def _partition(pixels: Tensor, window: tuple[int, int]) -> Tensor:
