@@ -151,6 +151,8 @@ def test_every_row_runs_and_trains(options: dict):
     ("name", "options", "text"),
     [
         ("expatt_resnet_nano", {"stages": "aab"}, "AugmentedResNet: got stages='aab', wanted four letters"),
+        ("expatt_resnet_nano", {"layers": (1, 1, 1)}, r"AugmentedResNet: got layers=\(1, 1, 1\), wanted four ints"),
+        ("expatt_resnet_nano", {"channels": (8,) * 5}, r"AugmentedResNet: got channels=\(8, 8, 8, 8, 8\), wanted four"),
         ("expatt_resnet_nano", {"stem": "big"}, "AugmentedResNet: got stem='big', wanted one of 'conv', 'cifar'"),
         (
             "expatt_resnet_nano",
@@ -222,6 +224,17 @@ def test_a_padded_image_with_its_mask_gives_the_same(name: str):
     torch.testing.assert_close(model(padded, mask), model(x), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("act_layer", [nn.ReLU, nn.SiLU])
+def test_the_first_pooling_does_not_see_the_padding(act_layer: type[nn.Module]):
+    """A zero in its place would win over the negative values of other activations than ReLU."""
+    model = nano(stem="conv", act_layer=act_layer).eval()
+    x = torch.randn(2, 3, 29, 45)
+    small, _ = model._pooled_stem(x, None)
+    large, mask = model._pooled_stem(F.pad(x, (0, 19, 0, 3), value=7.0), masks((2, 29, 45), (32, 64)))
+    torch.testing.assert_close(large[..., : small.shape[2], : small.shape[3]], small)
+    assert not large.masked_fill(mask[:, None], 0.0).any()
+
+
 @pytest.mark.parametrize("name", ["expatt_resnet_nano", "expatt_resnet34", "expatt_mobilenetv2_100", "aa_resnet34"])
 def test_every_convolution_sees_zeros_where_masked(name: str):
     model = timm.create_model(name, num_classes=5, **({} if "mobilenet" in name else {"zero_init_last": False})).eval()
@@ -234,7 +247,7 @@ def test_every_convolution_sees_zeros_where_masked(name: str):
         seen.append(module)
         assert not x[outside[:, None].expand_as(x)].any(), module
 
-    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d)]
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
     for conv in convs:
         conv.register_forward_pre_hook(look)
     with torch.no_grad():

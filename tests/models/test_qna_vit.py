@@ -5,7 +5,7 @@ import timm
 import torch
 
 import nearsight  # noqa: F401
-from nearsight.errors import ArgumentValueError
+from nearsight.errors import ArgumentTypeError, ArgumentValueError
 from nearsight.layers import LocalAttention2d, QnA2d, WindowAttention2d
 from nearsight.models.flops import count_parameters
 
@@ -253,5 +253,21 @@ def test_refusals(options, text):
 
 
 def test_refused_format():
-    with pytest.raises(ArgumentValueError, match="got output_fmt='NLC', wanted 'NCHW' or 'NHWC'"):
+    with pytest.raises(ArgumentValueError, match=r"^qna_vit: got output_fmt='NLC', wanted one of 'NCHW', 'NHWC'"):
         micro().forward_intermediates(torch.randn(1, 3, 32, 32), output_fmt="NLC")
+
+
+def test_refused_images():
+    model, x = micro(), torch.randn(2, 3, 17, 32)
+    with pytest.raises(
+        ArgumentValueError, match=r"^qna_vit: got shape \[3, 17, 32\], wanted \[B, 3, H, W\]; add the batch"
+    ):
+        model(x[0])
+    with pytest.raises(ArgumentValueError, match=r"^qna_vit: got shape \[2, 1, 17, 32\], wanted \[B, 3, H, W\]"):
+        model(x[:, :1])
+    with pytest.raises(
+        ArgumentValueError, match=r"^qna_vit: got key_mask of shape \[2, 32, 17\], wanted \[2, 17, 32\]"
+    ):
+        model(x, key_mask=torch.ones(2, 32, 17, dtype=torch.bool))
+    with pytest.raises(ArgumentTypeError, match=r"^qna_vit: got key_mask of dtype torch.float32, wanted a bool"):
+        model(x, key_mask=torch.ones(2, 17, 32))

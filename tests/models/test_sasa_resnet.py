@@ -355,7 +355,11 @@ def test_exports_for_every_size():
         ({"stages": "aba"}, "got stages='aba', wanted four letters, one per stage, 'a' for attention or 'c'"),
         ({"stages": "abca"}, "got stages='abca', wanted four letters"),
         ({"stem": "patch"}, "got stem='patch', wanted one of 'attention', 'conv', 'cifar'"),
-        ({"heads": (2, 4)}, r"got heads=\(2, 4\), wanted an int or one per stage"),
+        ({"heads": (2, 4)}, r"got heads=\(2, 4\), wanted four ints of at least 1, one per stage"),
+        ({"heads": (2, 4, 8, 0)}, r"got heads=\(2, 4, 8, 0\), wanted four ints of at least 1"),
+        ({"layers": (1, 1, 1)}, r"got layers=\(1, 1, 1\), wanted four ints of at least 1, one per stage"),
+        ({"widths": (8, 8, 8, 8, 8)}, r"got widths=\(8, 8, 8, 8, 8\), wanted four ints"),
+        ({"widths": 64}, "got widths=64, wanted four ints"),
     ],
 )
 def test_refusals(options, text):

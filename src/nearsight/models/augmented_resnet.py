@@ -13,7 +13,7 @@ from nearsight.errors import ArgumentValueError
 from nearsight.layers.augmented import AttentionAugmentedConv2d, AugmentedConv2d, ExplicitAugmentedConv2d
 from nearsight.layers.explicit import RADIUS_INIT
 from nearsight.models.common import shrink_mask, zero_masked
-from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin
+from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin, check_letters, check_per_stage
 from nearsight.ops.checks import check_choice, check_pair
 from nearsight.ops.explicit.call import FIXED_KINDS
 
@@ -199,11 +199,8 @@ class AugmentedResNet(MaskedResNetMixin, ResNet):
         dtype: torch.dtype | None = None,
     ) -> None:
         name = type(self).__name__
-        if not isinstance(stages, str) or len(stages) != 4 or set(stages) - {"a", "c"}:
-            raise ArgumentValueError(
-                f"{name}: got stages={stages!r}, wanted four letters, one per stage, 'a' for augmented or 'c' for plain "
-                f"convolutions, such as 'caaa'."
-            )
+        check_letters(name, stages, "augmented", "plain convolutions", "caaa")
+        check_per_stage(name, layers=layers, channels=channels)
         check_choice(name, "stem", stem, ("conv", "cifar"))
         if stem_width % 2 or stem_kernel % 2 == 0:
             raise ArgumentValueError(

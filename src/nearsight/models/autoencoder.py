@@ -20,7 +20,7 @@ from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_channels, check_divisible, check_map
+from nearsight.layers.common import check_channels, check_map
 from nearsight.layers.qna import QnA2d, QnAUpsample2d
 from nearsight.models.common import RowNorm2d, default_cfg
 from nearsight.ops.checks import check_choice
@@ -121,15 +121,21 @@ class AutoEncoder(nn.Module):
             check_choice(who, "activation", activation, tuple(ACTIVATIONS))
         if not widths:
             raise ArgumentValueError(f"{who}: got no widths, wanted the channels of each level; the default has five.")
-        check_channels(who, in_chans=in_chans, **{f"widths[{i}]": width for i, width in enumerate(widths)})
+        check_channels(
+            who, in_chans=in_chans, head_dim=head_dim, **{f"widths[{i}]": width for i, width in enumerate(widths)}
+        )
         self.in_channels, self.reduction = in_chans, 2 ** len(widths)
         self.encoder_kind, self.decoder_kind = encoder, decoder
         self.num_features = widths[-1]
         self.grad_checkpointing = False
 
         def level(make: Level, kind: str, inner: int, outer: int) -> nn.Sequential:
-            heads = check_divisible(who, "widths", outer, head_dim) if kind == "qna" else 0
-            parts = make(inner, outer, heads)
+            if kind == "qna" and outer % head_dim:
+                raise ArgumentValueError(
+                    f"{who}: got a width of {outer} and head_dim={head_dim}, wanted widths that divide by it; change one of "
+                    f"them."
+                )
+            parts = make(inner, outer, outer // head_dim)
             act = {} if activation is None else {"act": ACTIVATIONS[activation]()}
             pool = {"pool": parts.pop("pool")} if "pool" in parts else {}
             return nn.Sequential(OrderedDict({**parts, **act, **pool}))

@@ -23,7 +23,7 @@ from nearsight.layers.attention_stem import AttentionStem2d
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops import dispatch
 from nearsight.ops.block.partition import count_blocks
-from nearsight.ops.checks import check_pair
+from nearsight.ops.checks import check_choice, check_pair
 
 __all__ = ["CONVENTIONS", "Convention", "Work", "count_flops", "count_parameters", "measure_work"]
 
@@ -99,9 +99,7 @@ def count_flops(model: nn.Module, size: int | tuple[int, int] | None = None, con
     >>> count_flops(torch.nn.Conv2d(3, 4, 1), size=(5, 7)), count_flops(torch.nn.Conv2d(3, 4, 1), (5, 7), "mac")
     (840, 420)
     """
-    if convention not in CONVENTIONS:
-        known = ", ".join(map(repr, CONVENTIONS))
-        raise ArgumentValueError(f"count_flops: got convention={convention!r}, wanted one of {known}.")
+    check_choice("count_flops", "convention", convention, tuple(CONVENTIONS))
     return CONVENTIONS[convention].total(measure_work(model, size))
 
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nearsight.errors import ArgumentValueError
 from nearsight.layers.common import check_map
 from nearsight.models.common import global_pool_valid, shrink_mask, zero_masked
 from nearsight.ops.checks import check_choice
 
-__all__ = ["STAGES", "MaskedResNetMixin"]
+__all__ = ["STAGES", "MaskedResNetMixin", "check_letters", "check_per_stage"]
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
+
+
+def check_letters(network: str, stages: Any, attention: str, convolution: str, example: str) -> None:
+    """Refuse anything but a letter per stage: 'a' (what `attention` says) or 'c' (what `convolution` says)."""
+    if not isinstance(stages, str) or len(stages) != len(STAGES) or set(stages) - {"a", "c"}:
+        raise ArgumentValueError(
+            f"{network}: got stages={stages!r}, wanted four letters, one per stage, 'a' for {attention} or 'c' for "
+            f"{convolution}, such as {example!r}."
+        )
+
+
+def check_per_stage(network: str, **numbers: Any) -> None:
+    """Refuse anything but four ints of at least 1, one per stage."""
+    for name, given in numbers.items():
+        whole = isinstance(given, Sequence) and all(isinstance(n, int) and n >= 1 for n in given)
+        if not whole or len(given) != len(STAGES):
+            raise ArgumentValueError(f"{network}: got {name}={given!r}, wanted four ints of at least 1, one per stage.")
 
 
 class MaskedResNetMixin(nn.Module):
@@ -100,8 +120,11 @@ class MaskedResNetMixin(nn.Module):
         return self._pool(*self._stem(x, key_mask))
 
     def _pool(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        # After a ReLU nothing is below 0, so a masked 0 never wins a maximum.
-        return self.maxpool(zero_masked(x, key_mask)), shrink_mask(key_mask, self.pool_stride)
+        small = shrink_mask(key_mask, self.pool_stride)
+        if key_mask is not None:
+            # Not 0: after other activations than ReLU that would win over what the image has at its border.
+            x = x.masked_fill(~key_mask[:, None], torch.finfo(x.dtype).min)
+        return zero_masked(self.maxpool(x), small), small
 
     def _stage(self, name: str, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         for block in getattr(self, name).children():

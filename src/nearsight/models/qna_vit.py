@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import from_rows, to_channels_last, to_rows
+from nearsight.layers.common import check_map, from_rows, to_channels_last, to_rows
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d
 from nearsight.layers.window_attention import WindowAttention2d
@@ -32,13 +32,16 @@ from nearsight.models.common import (
     cifar10_cfg,
     default_cfg,
     global_pool_valid,
+    nano_cfg,
     shrink_mask,
     wants_cifar10,
     zero_masked,
 )
+from nearsight.ops.checks import check_choice
 
 __all__ = ["QnAViT"]
 
+NAME = "qna_vit"
 MIXERS = ("qna", "sasa", "conv", "dwconv")
 # What the authors keep from weight decay: W_s, B and the windows' bias tables; the baseline's positions alike.
 NO_DECAY = ("tap_scale_weight", "position_bias", "position_weight", "relative_bias", "rel_row", "rel_col")
@@ -61,6 +64,7 @@ class PatchEmbed2d(nn.Module):
         return None if key_mask is None else shrink_mask(self.pad(key_mask), self.patch_size)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        check_map(NAME, x, self.proj.in_channels, key_mask)
         y = self.proj(self.pad(zero_masked(x, key_mask)))
         return y.contiguous(memory_format=torch.channels_last)
 
@@ -72,7 +76,7 @@ class ConvMixer2d(nn.Module):
         super().__init__()
         if kernel_size % 2 == 0:
             raise ArgumentValueError(
-                f"qna_vit: got qna_window={kernel_size} for a convolution, wanted an odd window; use 3, 5 or 7."
+                f"{NAME}: got qna_window={kernel_size} for a convolution, wanted an odd window; use 3, 5 or 7."
             )
         self.conv = nn.Conv2d(
             in_channels,
@@ -190,8 +194,7 @@ class QnAViT(nn.Module):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        if mixer not in MIXERS:
-            raise ArgumentValueError(f"qna_vit: got mixer={mixer!r}, wanted one of {', '.join(map(repr, MIXERS))}.")
+        check_choice(NAME, "mixer", mixer, MIXERS)
         stages = len(qna_depths)
         per_stage = {
             "qna_depths": list(qna_depths),
@@ -204,7 +207,7 @@ class QnAViT(nn.Module):
         for name, numbers in per_stage.items():
             if len(numbers) != stages:
                 raise ArgumentValueError(
-                    f"qna_vit: got {name} of {len(numbers)} stages, wanted {stages}, as many as qna_depths."
+                    f"{NAME}: got {name} of {len(numbers)} stages, wanted {stages}, as many as qna_depths."
                 )
         self.num_classes, self.drop_rate = num_classes, drop_rate
         self.num_features = self.head_hidden_size = embed_dim * 2 ** (stages - 1)
@@ -321,8 +324,7 @@ class QnAViT(nn.Module):
             intermediates_only: return only the list, without the final features.
             key_mask: bool [B, H, W], False where an image is padding; features there are 0.
         """
-        if output_fmt not in ("NCHW", "NHWC"):
-            raise ArgumentValueError(f"qna_vit: got output_fmt={output_fmt!r}, wanted 'NCHW' or 'NHWC'.")
+        check_choice(NAME, "output_fmt", output_fmt, ("NCHW", "NHWC"))
         take, last = feature_take_indices(len(self.stages), _as_list(indices))
         features = []
         x = self.patch_embed(x, key_mask)
@@ -375,28 +377,17 @@ def _as_list(indices: int | Sequence[int] | None) -> int | list[int] | None:
     return indices if indices is None or isinstance(indices, int) else list(indices)
 
 
-def _cfg(**overrides: Any) -> dict[str, Any]:
-    return default_cfg(first_conv="patch_embed.proj", classifier="head.fc", **overrides)
-
+PAPER = {"paper_name": "Learned Queries for Efficient Local Attention", "paper_ids": "arXiv:2112.11435"}
+NAMES = {"first_conv": "patch_embed.proj", "classifier": "head.fc", **PAPER}
 
 default_cfgs = generate_default_cfgs(
     {
-        "qna_vit_tiny": _cfg(),
-        "qna_vit_tiny_7x7": _cfg(),
-        "qna_vit_small": _cfg(),
-        "qna_vit_base": _cfg(),
-        "qna_vit_nano": _cfg(
-            input_size=(3, 32, 32),
-            min_input_size=(3, 8, 8),
-            pool_size=(4, 4),
-            num_classes=10,
-            crop_pct=1.0,
-            mean=(0.5, 0.5, 0.5),
-            std=(0.5, 0.5, 0.5),
-        ),
-        "qna_vit_nano.cifar10": cifar10_cfg(
-            "qna_vit_nano.cifar10", first_conv="patch_embed.proj", classifier="head.fc", pool_size=(8, 8)
-        ),
+        "qna_vit_tiny": default_cfg(**NAMES),
+        "qna_vit_tiny_7x7": default_cfg(**NAMES),
+        "qna_vit_small": default_cfg(**NAMES),
+        "qna_vit_base": default_cfg(**NAMES),
+        "qna_vit_nano": nano_cfg(**NAMES),
+        "qna_vit_nano.cifar10": cifar10_cfg("qna_vit_nano.cifar10", pool_size=(8, 8), **NAMES),
     }
 )
 

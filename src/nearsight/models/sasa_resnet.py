@@ -26,11 +26,10 @@ from timm.models._features import feature_take_indices
 from timm.models._registry import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from nearsight.errors import ArgumentValueError
 from nearsight.layers import AttentionStem2d, LocalAttention2d
 from nearsight.layers.common import check_map
 from nearsight.models.common import cifar10_cfg, default_cfg, nano_cfg, shrink_mask, wants_cifar10, zero_masked
-from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin
+from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin, check_letters, check_per_stage
 from nearsight.ops.checks import check_choice
 
 __all__ = ["SasaBottleneck", "SasaResNet"]
@@ -113,6 +112,7 @@ class SasaResNet(MaskedResNetMixin):
         position: "relative", "absolute" or "none".
         content: False leaves out q·k, and with it W_K.
         border: "mask" or "zeros", see `nearsight.ops.local_attention`.
+        per_head_position: one relative embedding per head instead of one for all.
         widths: bottleneck width of each stage; a stage puts out 4 times that.
         stem_width: channels of the stem.
         drop_rate: dropout before the classifier.
@@ -151,15 +151,10 @@ class SasaResNet(MaskedResNetMixin):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(stages, str) or len(stages) != 4 or set(stages) - {"a", "c"}:
-            raise ArgumentValueError(
-                f"{NAME}: got stages={stages!r}, wanted four letters, one per stage, 'a' for attention or 'c' for "
-                f"convolution, such as 'ccaa'."
-            )
+        check_letters(NAME, stages, "attention", "convolution", "ccaa")
         check_choice(NAME, "stem", stem, ("attention", "conv", "cifar"))
-        stage_heads = (heads,) * 4 if isinstance(heads, int) else tuple(heads)
-        if len(stage_heads) != 4:
-            raise ArgumentValueError(f"{NAME}: got heads={heads!r}, wanted an int or one per stage (4).")
+        stage_heads = (heads,) * 4 if isinstance(heads, int) else heads
+        check_per_stage(NAME, layers=layers, widths=widths, heads=stage_heads)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes, self.in_chans, self.drop_rate = num_classes, in_chans, drop_rate
         self.grad_checkpointing = False
