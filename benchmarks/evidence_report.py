@@ -15,7 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence_rows import HERE, RESULTS, Claim, Row, Table, headline, read_lines, read_result, read_tables, result_file, shown
+from evidence_rows import (
+    HERE,
+    RESULTS,
+    Claim,
+    Row,
+    Table,
+    headline,
+    read_lines,
+    read_result,
+    read_tables,
+    result_file,
+    shown,
+)
 
 PAGE = HERE.parent / "docs" / "results.md"
 IMAGES = "images"
@@ -235,6 +247,8 @@ def radius_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | No
 # Tables with networks that learn a radius, and rows that would hide the others in the figure.
 RADII = ("expatt", "nano")
 APART = ("per_head", "no_offset", "with_aa")
+# Tables whose rows are worth their cost; the others are steps on the way.
+COMPARED = ("sasa", "sasa_ablations", "expatt_long", "expatt", "qna", "nano")
 COSTS = ("parameters, M", "multiply-adds, G", "seconds of training, alone on the GPU")
 
 
@@ -264,7 +278,7 @@ def cost_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None
 
     from nearsight.viz.run_figures import COLOURS, MARKERS
 
-    drawn = {name: found for name, table in tables.items() if len(found := cost_points(table, out)) > 1}
+    drawn = {name: found for name in COMPARED if len(found := cost_points(tables[name], out)) > 1}
     if not drawn:
         return None
     known = [i for i in range(len(COSTS)) if any(costs[i] is not None for p in drawn.values() for *_, costs in p)]
@@ -282,6 +296,8 @@ def cost_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | None
             axis.margins(0.15)
             axis.set_xlabel(COSTS[i])
             axis.grid(alpha=0.3)
+            if all(costs[i] is None for *_, costs in points):
+                axis.set_axis_off()  # not invisible: the legend hangs there
         axes[0].set_ylabel(f"{name}: test accuracy, %")
         axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     return _save(figure, folder, "results-cost.png")
