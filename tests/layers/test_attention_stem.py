@@ -118,6 +118,23 @@ def test_parameters_are_those_of_the_paper():
     }
 
 
+@pytest.mark.parametrize("values", ["mixture", "plain", "conv"])
+def test_logits_and_mixture_start_near_one(values):
+    """Of images with unit variance: neither a flat softmax nor one that has chosen already."""
+    torch.manual_seed(0)
+    stems = [AttentionStem2d(3, 256, values=values, num_heads=2) for _ in range(8)]
+    pixels = torch.randn(400, 3)
+    q, k = (
+        torch.cat(parts) for parts in zip(*[(s.qk.weight.flatten(1) @ pixels.T).chunk(2) for s in stems], strict=True)
+    )
+    heads = [part.unflatten(0, (-1, 128)) for part in (q, k)]
+    assert 0.7 < torch.einsum("hdi,hdj->hij", *heads).std() < 1.4
+    v = torch.stack([s(torch.randn(1, 3, 8, 8)).std() for s in stems])
+    assert 0.2 < v.mean() < 1.4
+    if values == "mixture":
+        assert 0.6 < torch.cat([s.mixture().log() for s in stems]).std() < 1.4
+
+
 def test_values_cost_one_product_whatever_the_mixtures():
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -222,6 +222,41 @@ def test_padding_with_a_mask_changes_nothing():
     torch.testing.assert_close(got, layer(x), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("make", [aa, both])
+def test_the_pool_averages_valid_pixels_only(make):
+    layer = make(stride=2).double()
+    x, mask = torch.randn(2, 6, 5, 8, dtype=torch.float64), torch.rand(2, 5, 8) > 0.4
+    branch = layer.attention if isinstance(layer, AttentionAugmentedConv2d) else layer.aa
+    got = branch(x, mask)
+    branch.stride = 1
+    whole = branch(x, mask)
+    for b in range(2):
+        for i in range(3):
+            for j in range(4):
+                near = [
+                    whole[b, :, y, z]
+                    for y in range(max(2 * i - 1, 0), min(2 * i + 2, 5))
+                    for z in range(max(2 * j - 1, 0), min(2 * j + 2, 8))
+                    if mask[b, y, z]
+                ]
+                want = torch.stack(near).mean(0) if near else torch.zeros_like(got[b, :, i, j])
+                torch.testing.assert_close(got[b, :, i, j], want)
+
+
+@torch.no_grad()
+def test_starts_near_unit_variance():
+    """W_q, W_k, W_v and W_o keep the variance; q·r is about as large as one entry of q, as in AA-Net."""
+    torch.manual_seed(0)
+    layer = RelativeAttention2d(256, 128, key_channels=160, feature_size=(6, 9))
+    q, k, v = layer.project(torch.randn(4, 256, 6, 9))
+    assert q.std() * layer.head_dim**0.5 == pytest.approx(1, abs=0.1)
+    assert k.std() == pytest.approx(1, abs=0.1)
+    assert v.std() == pytest.approx(1, abs=0.1)
+    assert layer.proj(torch.randn(50, 128)).std() == pytest.approx(1, abs=0.1)
+    for logits in layer.position_logits(q):
+        assert logits.std() * layer.head_dim**0.5 == pytest.approx(1, abs=0.3)
+
+
 def test_channel_rules():
     """The paper's closest multiple of the heads, AA-Net's 20 key channels per head."""
     assert [attention_width(c, 0.1, 8) for c in (64, 128, 256, 512)] == [8, 16, 24, 48]

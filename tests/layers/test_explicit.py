@@ -58,6 +58,14 @@ def test_the_radius_learns():
         assert (layer.radius.item() < 0.75) == smaller
 
 
+@torch.no_grad()
+def test_projections_start_with_unit_variance():
+    torch.manual_seed(0)
+    layer = ExplicitAttention2d(256, 128)
+    assert layer.value(torch.randn(50, 256)).std() == pytest.approx(1, abs=0.1)
+    assert layer.proj(torch.randn(50, 128)).std() == pytest.approx(1, abs=0.1)
+
+
 def test_starts_at_the_papers_radius():
     assert ExplicitAttention2d(8, 8).radius.item() == pytest.approx(0.75)
     assert ExplicitAttention2d(8, 8, radius=0.2, num_heads=4, per_head=True).radius.tolist() == pytest.approx([0.2] * 4)

@@ -107,6 +107,27 @@ def images_of(axis):
     return [np.ma.filled(image.get_array().astype(float), np.nan) for image in axis.get_images()]
 
 
+def outlined(axis):
+    """The rectangles drawn on an axis: (top, left, bottom, right)."""
+    boxes = [(patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axis.patches]
+    return [(y, x, y + height, x + width) for (x, y), width, height in boxes]
+
+
+def test_marks_lie_on_the_pixel_and_frames_around_the_view():
+    pooled = nn.Sequential(nn.AvgPool2d(2), LocalAttention2d(3, 8, 3, num_heads=2))
+    maps = attention_maps(pooled, torch.randn(1, 3, 40, 56), pixels=[(12, 41)])["1"]
+    drawing = figures.draw_given(Picture("p", np.zeros((40, 56))), maps, (12, 41))
+    image, first = drawing.figure.axes[:2]
+    *marks, frame = outlined(image)
+    assert len(marks) == 2
+    for top, left, bottom, right in marks:
+        assert ((top + bottom) / 2, (left + right) / 2) == pytest.approx((12, 41))
+    # Cells 5…7 by 19…21 are seen, and one more is shown on each side: pixels 8 to 17 and 36 to 45.
+    assert frame == pytest.approx((7.5, 35.5, 17.5, 45.5))
+    for top, left, bottom, right in outlined(first):
+        assert ((top + bottom) / 2, (left + right) / 2) == pytest.approx((6, 20))
+
+
 def test_given_shows_the_weights_and_greys_what_is_not_seen():
     maps = maps_of(LocalAttention2d(3, 8, 5, num_heads=4))
     drawing = figures.draw_given(PICTURE, maps, (6, 20), 0, heads=[1, 3])
@@ -263,3 +284,6 @@ def test_the_demos_picture():
     wanted = attention_maps(models["expatt_resnet_nano"], images[1:], name, [(0, 15)])[name].weights[0, 0].mean(0)
     assert np.allclose(images_of(figure.axes[5 + 3])[0], wanted)
     assert figure.axes[3].get_title() == "expatt_resnet_nano\nlayer 1, 12×16"
+    for line, (y, x) in enumerate(pixels):
+        for axis in (figure.axes[5 * line], figure.axes[5 * line + 3]):
+            assert [point.get_xydata().tolist() for point in axis.lines] == [[[x, y]]]

@@ -388,6 +388,11 @@ def test_on_the_image_each_pixel_has_its_cells_weight():
     smooth = maps.on_image(maps.received, smooth=True)
     assert smooth.shape == (1, 2, 5, 9)
     assert smooth.amax() <= maps.received.amax()
+    # Pixel y lies (y + ½)/2 − ½ cells below the first cell's centre, though the last cell is half outside the image.
+    row, column = (axis.flatten() for axis in torch.meshgrid(torch.arange(3.0), torch.arange(5.0), indexing="ij"))
+    tilted = (row + 10 * column).view(3, 5)
+    y, x = ((torch.arange(1.0, size) + 0.5) / 2 - 0.5 for size in (5, 9))
+    torch.testing.assert_close(maps.on_image(tilted, smooth=True)[1:, 1:], y[:, None] + 10 * x)
     with pytest.raises(ArgumentValueError, match=r"on_image: got shape \[2, 4\], wanted maps \[…, 3, 5\] of layer '1'"):
         maps.on_image(torch.zeros(2, 4))
 

@@ -96,6 +96,10 @@ def test_drawing_has_a_panel_for_each(shown):
     figure = draw_patterns(list(shown.values())[:4])
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles == [*list(shown)[:4], "", ""]
+    for axis, pattern in zip(figure.axes, shown.values(), strict=False):
+        marks = [patch.get_xy() for patch in axis.patches]
+        assert marks in ([pattern.query[::-1]], [])
+        assert bool(marks) == (axis in figure.axes[:4])
 
 
 def test_the_command_writes_a_picture(tmp_path):
