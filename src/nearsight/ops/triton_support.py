@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import importlib.util
+import inspect
 import os
-from collections.abc import Callable, Hashable
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -140,13 +144,48 @@ def _compile(launches: Callable[[], None]) -> None:
     import triton
 
     _compiling.set(True)
-    with _Loader(torch.cuda.current_device()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    loader = _Loader(torch.cuda.current_device())
+    with _without_collections(), loader as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        # What Triton does once per process, one after the other: a checksum of itself, and a run of the C compiler.
+        with _meanwhile(_triton_key):
+            triton.runtime.driver.active  # noqa: B018
         launches()
     if pool.failed:
         # Once more, one after the other: what only the threads got wrong is mended, and an error of the kernel's own comes
         # again, and is shown, where it is launched.
         with contextlib.suppress(Exception):
             launches()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """No search for unreachable objects: a compilation makes many that stay, and each search walks all that torch has."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _meanwhile(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """`function` in another thread."""
+    thread = threading.Thread(target=function, args=arguments, name="nearsight-meanwhile")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _triton_key() -> None:
+    """The checksum, kept by Triton; where it has none here, it will make its own."""
+    with contextlib.suppress(Exception):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 class _Loader(ThreadPoolExecutor):
@@ -159,7 +198,8 @@ class _Loader(ThreadPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def load() -> Any:
             try:
-                kernel = fn(*args, **kwargs)
+                with _meanwhile(_make_launcher, fn):
+                    kernel = fn(*args, **kwargs)
                 with torch.cuda.device(self.device):
                     kernel.run  # noqa: B018, the property loads
             except Exception:
@@ -168,6 +208,30 @@ class _Loader(ThreadPoolExecutor):
             return kernel
 
         return super().submit(load)
+
+
+def _make_launcher(compilation: Callable[..., Any]) -> None:
+    """Have the C compiler make the launcher that some versions of Triton have for every signature.
+
+    They would do so after the kernel's compilation. What it made they find again by its text, so nothing of it is kept here;
+    where this does not find what it needs, they make it then.
+    """
+    with contextlib.suppress(Exception):
+        from triton.runtime import driver
+
+        source = inspect.getclosurevars(compilation).nonlocals["src"]
+        kind = driver.active.launcher_cls
+        # A descriptor's launcher depends on what the compilation chooses.
+        described = any(str(each).startswith("tensordesc") for each in source.signature.values())
+        if hasattr(sys.modules[kind.__module__], "make_launcher") and not described:
+            kind(source, _Unknown())
+
+
+class _Unknown:
+    """The metadata of a kernel that is not compiled yet."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def meta_like(tensor: Tensor) -> Tensor:
