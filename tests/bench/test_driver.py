@@ -10,6 +10,7 @@ from nearsight.bench.contest import Contender, Contest, RefusedError, Runner
 from nearsight.bench.driver import Clock, Result, add_ratios, run_contests, wanted
 from nearsight.bench.ops import OpShape, explicit_contest, local_contest, qna_contest
 from nearsight.bench.timing import Effort
+from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops import dispatch, native_support
 from nearsight.ops.local import functional as local_functional
 from nearsight.ops.qna import native_impl
@@ -261,6 +262,22 @@ def test_a_layer_around_a_wrong_kernel_gets_no_time(monkeypatch, dtype):
     assert ours.status == "wrong"
     assert times(ours) == [None] * 4
     assert peer.total_ms > 0
+
+
+@pytest.mark.parametrize("entry", layers.LAYERS, ids=lambda entry: entry.subject)
+def test_every_layer_is_held_to_another_way_of_computing_it(monkeypatch, entry):
+    """A fault in what the layer runs must not be in what it is compared with."""
+    shape = {"LocalAttention2d": LOCAL, "QnA2d": OpShape(5, 7, 16, 4, 3)}.get(entry.subject, OpShape(9, 6, 96))
+    ours = layers.layer_contest(entry, shape, 3, CPU, torch.float32).contenders[0]
+    assert ours.fault() is None
+    run_op, attend = dispatch.run, RelativeAttention2d._attend
+
+    def wrong_op(op, table, name, call):
+        return run_op(op, table, name, call) * (1.0 if name == "reference" else 1.03)
+
+    monkeypatch.setattr(dispatch, "run", wrong_op)
+    monkeypatch.setattr(RelativeAttention2d, "_attend", lambda *arguments: attend(*arguments) * 1.03)
+    assert "output: error" in ours.fault()
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from nearsight import AttentionStem2d
-from nearsight.errors import ArgumentTypeError, ArgumentValueError
+from nearsight.errors import ArgumentTypeError, ArgumentValueError, BackendError
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -163,13 +163,29 @@ def test_output_is_channels_last_and_input_layout_does_not_matter():
     torch.testing.assert_close(stem(x.to(memory_format=torch.channels_last)), y)
 
 
-@pytest.mark.parametrize("options", [{}, {"mixtures": 3, "num_heads": 2}, {"values": "conv", "kernel_size": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mixtures": 3, "num_heads": 2}, {"values": "conv", "kernel_size": 2}, {"backend": "reference"}],
+)
 def test_repr_can_be_typed_back(options):
     stem = AttentionStem2d(3, 16, **options)
     again = eval(f"AttentionStem2d({stem.extra_repr()})")
     again.load_state_dict(stem.state_dict())
     x = torch.randn(1, 3, 6, 5)
     torch.testing.assert_close(again(x), stem(x))
+    assert again.backend == stem.backend
+
+
+def test_a_backend_is_a_promise():
+    x, norm = torch.randn(2, 3, 9, 6), torch.nn.BatchNorm2d(8)
+    stem = AttentionStem2d(3, 8, num_heads=2, backend="triton")
+    for call in (lambda: stem(x), lambda: stem.pooled(x, norm)):
+        with pytest.raises(BackendError, match=r"^block_attention: backend 'triton' cannot run this call: needs CUDA"):
+            call()
+    stem.backend = "reference"
+    by_reference = stem(x)
+    stem.backend = None
+    torch.testing.assert_close(by_reference, stem(x))
 
 
 def test_meta_build():
@@ -220,6 +236,7 @@ def test_exports_for_every_size():
         ((3, 8), {"num_heads": 3}, "got out_channels=8 and num_heads=3, wanted channels that divide by the heads"),
         ((3, 6), {"num_heads": 2}, r"\(head dim 3\), wanted an even head dim"),
         ((3, 8), {"values": "fixed"}, "got values='fixed', wanted one of 'mixture', 'plain', 'conv'"),
+        ((3, 8), {"values": "conv", "backend": "triton"}, "got backend='triton' with values='conv', wanted None or"),
         ((3, 8), {"mixtures": 0}, "got mixtures=0, wanted an int of at least 1"),
         ((3, 8, 0), {}, "got kernel_size=0, wanted an int of at least 1"),
         ((0, 8), {}, "got in_channels=0, wanted an int of at least 1"),

@@ -283,6 +283,9 @@ def test_the_demos_picture():
     name = next(iter(nearsight.viz.maps.attention_layers(models["expatt_resnet_nano"])))
     wanted = attention_maps(models["expatt_resnet_nano"], images[1:], name, [(0, 15)])[name].weights[0, 0].mean(0)
     assert np.allclose(images_of(figure.axes[5 + 3])[0], wanted)
+    name, *_ = nearsight.viz.maps.attention_layers(models["qna_vit_nano"])
+    softmax = attention_maps(models["qna_vit_nano"], images[1:], name, [(0, 15)])[name].softmax[0, 0]
+    assert np.allclose(np.nan_to_num(images_of(figure.axes[5 + 1])[0]), softmax.mean((0, 1)))
     assert figure.axes[3].get_title() == "expatt_resnet_nano\nlayer 1, 12×16"
     for line, (y, x) in enumerate(pixels):
         for axis in (figure.axes[5 * line], figure.axes[5 * line + 3]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from nearsight.bench.accuracy import find_fault
 from nearsight.bench.contest import Contender, Contest, Runner, random_source
 from nearsight.bench.ops import LOCAL, LOCAL_CPU, QNA, QNA_CPU, OpShape
 from nearsight.bench.peers.convolution import LAYOUTS
+from nearsight.layers.common import to_nchw
+from nearsight.layers.relative_attention import RelativeAttention2d
 
 __all__ = ["layer_contest", "layer_contests"]
 
@@ -53,11 +56,21 @@ def _explicit_augmented(shape: OpShape, backend: str | None) -> nn.Module:
 
 def _attention_augmented(shape: OpShape, backend: str | None) -> nn.Module:
     size = (shape.height, shape.width)
-    return AttentionAugmentedConv2d(shape.channels, shape.channels, 3, feature_size=size, bias=False)
+    layer = AttentionAugmentedConv2d(shape.channels, shape.channels, 3, feature_size=size, bias=False)
+    if backend == "reference":
+        layer.attention.forward = partial(_by_weights, layer.attention)  # type: ignore[method-assign]
+    return layer
+
+
+def _by_weights(attention: RelativeAttention2d, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """AA-Net's attention as it reads: the n×n weights, applied to the values."""
+    _, _, v = attention.project(x)
+    y = torch.einsum("byxnij,bijnd->byxnd", attention.attention_weights(x), v)
+    return to_nchw(attention.proj(y.flatten(3)))
 
 
 def _stem(shape: OpShape, backend: str | None) -> nn.Module:
-    return nn.Sequential(AttentionStem2d(3, shape.channels), nn.MaxPool2d(4, 4, ceil_mode=True))
+    return nn.Sequential(AttentionStem2d(3, shape.channels, backend=backend), nn.MaxPool2d(4, 4, ceil_mode=True))
 
 
 def _first(module: nn.Module) -> nn.Module:

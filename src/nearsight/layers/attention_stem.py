@@ -49,6 +49,7 @@ class AttentionStem2d(nn.Module):
         num_heads: attention heads.
         values: "mixture" as above; "plain" is one W_V for all places; "conv" a k×k spatial convolution.
         mixtures: number of W_V^m.
+        backend: the backend of the op, or None for the fastest that can run the call; values="conv" has "torch" alone.
 
     `forward(x, key_mask=None)`: key_mask is bool [B, H, W], True where a pixel may be attended.
 
@@ -68,6 +69,7 @@ class AttentionStem2d(nn.Module):
         num_heads: int = 4,
         values: str = "mixture",
         mixtures: int = 6,
+        backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -80,9 +82,13 @@ class AttentionStem2d(nn.Module):
                 f"{LAYER}: got out_channels={out_channels} and num_heads={num_heads} (head dim {head_dim}), wanted an even "
                 f"head dim: rows act on its first half, columns on its second; change one of them."
             )
+        if values == "conv" and backend not in (None, "torch"):
+            raise ArgumentValueError(
+                f"{LAYER}: got backend={backend!r} with values='conv', wanted None or 'torch': the op makes no such values."
+            )
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.num_heads, self.head_dim = num_heads, head_dim
-        self.values, self.mixtures = values, mixtures
+        self.values, self.mixtures, self.backend = values, mixtures, backend
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         # Convolutions hold the weights, so that timm can adapt them to another number of input channels.
@@ -126,7 +132,8 @@ class AttentionStem2d(nn.Module):
             call = prepare(to_channels_last(x), **weights, w_v=weights["w_q"], key_mask=key_mask)
             return to_nchw(torch_impl.attend(call, to_blocks(to_channels_last(v), self.kernel_size)))
         w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
-        return to_nchw(block_attention(to_channels_last(x), **weights, w_v=w_v, key_mask=key_mask))
+        y = block_attention(to_channels_last(x), **weights, w_v=w_v, key_mask=key_mask, backend=self.backend)
+        return to_nchw(y)
 
     def pooled(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
         """ReLU(max_pool2d(norm(self(x)), k, ceil_mode=True)), [B, out_channels, ⌈H/k⌉, ⌈W/k⌉]: what follows a stem.
@@ -138,7 +145,7 @@ class AttentionStem2d(nn.Module):
         plain = type(norm) is nn.BatchNorm2d and not any(
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (self, norm)
         )
-        if plain and self.values != "conv":
+        if plain and self.values != "conv" and self.backend in (None, "triton"):
             w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
             call = prepare(to_channels_last(x), **self._weights(), w_v=w_v)
             pixels = x.shape[0] * x.shape[2] * x.shape[3]
@@ -209,4 +216,5 @@ class AttentionStem2d(nn.Module):
             num_heads=(self.num_heads, None),
             values=(self.values, "mixture"),
             mixtures=(self.mixtures, 6),
+            backend=(self.backend, None),
         )
