@@ -1,16 +1,21 @@
 """The runner of the interpreted tests, and what Triton backends refuse on any op."""
 
+import contextlib
+import gc
+import sys
+import threading
+import types
+
 import pytest
 import torch
 
+from nearsight.ops import triton_support
 from nearsight.ops.triton_support import common_refusal, dot_precision
 from tests.ops.triton.interpreter import interpreted
 
 
 @interpreted
 def test_the_child_interprets_and_fills_with_nan():
-    from nearsight.ops import triton_support
-
     assert triton_support.INTERPRETED
     assert torch.empty(3).isnan().all()
     assert common_refusal(torch.zeros(1, 2)) is None
@@ -37,11 +42,48 @@ def test_refuses_the_cpu_when_not_interpreting():
 
 def test_refuses_images_out_of_reach_of_32_bit_offsets():
     huge = torch.empty(1, device="meta").as_strided((2, 3), (1, 2**30))
-    from nearsight.ops import triton_support
-
     assert triton_support._image_reach(huge) == 2**31
     assert triton_support._image_reach(torch.empty(5, 0, 3)) < 2**31
 
 
 def test_float32_products_are_float32():
     assert dot_precision(torch.float32) == ("tf32x3" if torch.version.hip is None else "ieee")
+
+
+@pytest.mark.parametrize(("kind", "makes"), [("*fp32", True), ("tensordesc<fp32[16, 16]>", False)])
+def test_a_launcher_is_made_while_its_kernel_is_compiled(monkeypatch, kind, makes):
+    """As versions of Triton do it after the compilation; one for descriptors depends on what the compilation chooses."""
+    triton = pytest.importorskip("triton")
+    made, seen = threading.Event(), []
+
+    class Launcher:
+        def __init__(self, source, metadata):
+            seen.append((source, metadata.global_scratch_size))
+            made.set()
+
+    monkeypatch.setattr(sys.modules[__name__], "make_launcher", None, raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", types.SimpleNamespace(launcher_cls=Launcher))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    src = types.SimpleNamespace(signature={"x": kind})
+
+    def compilation():
+        assert not makes or made.wait(30), "the launcher waited for the kernel"
+        return types.SimpleNamespace(run=None, source=src)
+
+    with triton_support._Loader(0) as pool:
+        assert pool.submit(compilation).result().source is src
+    assert not pool.failed
+    assert seen == ([(src, None)] if makes else [])
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
+    """A search walks all objects that torch has, several times in a first call."""
+    during, before = [], gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        triton_support.compile_together("nothing", lambda: during.append(gc.isenabled()))
+        assert during == [False]
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
