@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import pickle
 import shutil
@@ -14,7 +15,17 @@ import torch
 
 from nearsight.errors import UserError
 from nearsight.train import checkpoints
-from nearsight.train.checkpoints import best, find, listed, load_checkpoint, open_checkpoint, prune, write
+from nearsight.train.checkpoints import (
+    best,
+    clean,
+    find,
+    listed,
+    load_checkpoint,
+    open_checkpoint,
+    prune,
+    set_aside_later,
+    write,
+)
 
 
 def put(run: Path, step: int, score: float | None = None) -> Path:
@@ -102,6 +113,70 @@ def test_foreign_things_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         find(tmp_path / "run")
+
+
+def change(path: Path, **keys: Any) -> None:
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, **keys}))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        None,
+        {"model.safetensors": 3},
+        {"model.safetensors": {"bytes": 1}},
+        {"../model.safetensors": {"bytes": 1, "sha256": "0"}},
+    ],
+)
+def test_a_list_of_files_that_is_none_is_refused(tmp_path: Path, files: Any) -> None:
+    path = put(tmp_path, 1)
+    change(path, files=files)
+    with pytest.raises(UserError, match=r"is damaged: state\.json lacks its step or files; there is no earlier one\.$"):
+        open_checkpoint(path)
+
+
+def test_what_a_state_lacks_is_named(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    with pytest.raises(UserError, match=r"is damaged: state\.json lacks 'card'; there is no earlier one\.$"):
+        open_checkpoint(path).want("step", "card")
+    with pytest.raises(UserError, match=r"is damaged: state\.json names no ema\.safetensors"):
+        open_checkpoint(path).tensors("ema")
+    (path / "model.safetensors").write_bytes(b"x")
+    digest = hashlib.sha256(b"x").hexdigest()
+    change(path, files={"model.safetensors": {"bytes": 1, "sha256": digest}})
+    with pytest.raises(UserError, match=r"is damaged: model\.safetensors holds no tensors"):
+        open_checkpoint(path).tensors("model")
+
+
+def test_later_ones_are_set_aside(tmp_path: Path) -> None:
+    first, second, third = (put(tmp_path, step, score=0.1 * step) for step in (1, 2, 3))
+    assert [p.name for p in set_aside_later(tmp_path, 1)] == [f"aside-{second.name}", f"aside-{third.name}"]
+    assert listed(tmp_path) == [first]
+    assert best(tmp_path) == first
+    again = put(tmp_path, 3)
+    clean(tmp_path)
+    assert set_aside_later(tmp_path, 2) == [third.with_name(f"aside-{third.name}")]
+    assert load_checkpoint(again.with_name(f"aside-{again.name}")).score is None
+
+
+def test_a_second_one_of_the_same_step_takes_the_firsts_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1)
+    put(tmp_path, 2, score=0.1)
+    put(tmp_path, 2, score=0.2)
+    assert load_checkpoint(listed(tmp_path)[-1]).score == 0.2
+
+    # Killed in the middle of taking the old one away: what is left of it is no checkpoint.
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        put(tmp_path, 2, score=0.3)
+    monkeypatch.undo()
+    assert [load_checkpoint(path).step for path in listed(tmp_path)] == [1]
 
 
 class Bomb:

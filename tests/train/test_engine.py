@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from nearsight.errors import UserError
 from nearsight.train import checkpoints
 from nearsight.train.engine import Trainer, fit
-from nearsight.train.log import read_log
+from nearsight.train.log import Reporter, read_log
 from nearsight.train.replay import ReplayedUpdate
 from tests.train.support import small
 
@@ -187,6 +188,100 @@ def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path, monkeypatch: p
     ):
         fit(small(), tmp_path, quiet=True)
     assert checkpoints.load_checkpoint(checkpoints.listed(tmp_path)[-1]).step == 3
+
+
+def test_a_disk_too_full_for_the_log_ends_it_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_row = Reporter.row
+
+    def row(self: Reporter, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
+        if step > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain_row(self, kind, step, epoch, values)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Reporter, "row", row)
+    trainer = Trainer(small(), tmp_path, quiet=True)
+    monkeypatch.setattr(trainer.report, "file", SimpleNamespace(close=full, write=print, flush=print))
+    with pytest.raises(UserError, match=r"cannot write into .*: the disk is full; the last good .* is .*step-00000003"):
+        trainer.fit()
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """The loss of step 3 was fine, its gradient was not: the checkpoint due then would be called good."""
+
+    def spoil(trainer: Trainer) -> None:
+        if trainer.place.step == 3:
+            next(trainer.bare.parameters()).data[0] = float("inf")
+
+    with pytest.raises(
+        UserError, match=r"the weights are not finite at step 3; .* is .*step-00000002; lower optimizer"
+    ):
+        fit(small(checkpoint={"every_steps": 1}), tmp_path, quiet=True, on_step=spoil)
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path).values())
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_keeps_its_own(tmp_path: Path) -> None:
+    config = small(checkpoint={"every_steps": 2, "keep": 9})
+    fit(config, tmp_path, quiet=True)
+    assert [p.name[-1] for p in checkpoints.listed(tmp_path)] == ["2", "4", "6", "8"]
+    part = small(checkpoint={"every_steps": 1, "keep": 1}, train={"max_steps": 5})
+    fit(part, tmp_path, resume=checkpoints.listed(tmp_path)[0], quiet=True)
+    # Neither the latest of the first attempt nor its best: the run is at step 5.
+    assert [p.name[-1] for p in checkpoints.listed(tmp_path)] == ["5"]
+    assert checkpoints.find(tmp_path).step == 5
+    aside = sorted(p.name for p in (tmp_path / "checkpoints").glob("aside-*"))
+    assert aside == ["aside-step-00000004", "aside-step-00000006", "aside-step-00000008"]
+
+
+def test_steps_counted_anew_do_not_fall_behind_the_old_ones(tmp_path: Path) -> None:
+    fit(small(train={"max_steps": 6}), tmp_path, quiet=True)
+    larger = small(data={"batch_size": 128}, checkpoint={"keep": 1}, train={"max_steps": 4})
+    result = fit(larger, tmp_path, resume=tmp_path, quiet=True)
+    assert checkpoints.listed(tmp_path) == [result.checkpoint]
+    assert checkpoints.find(tmp_path, which="last").step == 4
+
+
+def test_a_run_that_is_done_says_so(tmp_path: Path, capsys: Any) -> None:
+    done = fit(small(), tmp_path, quiet=True)
+    again = fit(small(), tmp_path, resume=tmp_path)
+    assert (again.metrics, again.checkpoint, again.step) == (done.metrics, done.checkpoint, 8)
+    assert "has done its 8 steps already; for more set" in " ".join(capsys.readouterr().err.split())
+
+
+def test_settings_of_the_optimiser_follow_the_config_on_resume(tmp_path: Path) -> None:
+    fit(small(train={"max_steps": 2}), tmp_path, quiet=True)
+    # As a run with replayed updates leaves it on a GPU: on a CPU torch would refuse to step.
+    path = checkpoints.listed(tmp_path)[-1]
+    saved = json.loads((path / "state.json").read_text())
+    for group in saved["optimizer"]["groups"]:
+        group["capturable"] = True
+    (path / "state.json").write_text(json.dumps(saved))
+    keys = {"weight_decay": 0.3, "options": {"betas": [0.7, 0.8]}, "lr_scale": {"fc.*": 0.5}}
+    trainer = Trainer(small(optimizer=keys), tmp_path, resume=path, quiet=True)
+    for group in trainer.inner.param_groups:
+        assert (tuple(group["betas"]), group["capturable"]) == ((0.7, 0.8), False)
+    decays = {group["weight_decay"] for group in trainer.inner.param_groups}
+    scales = {group.get("lr_scale") for group in trainer.inner.param_groups}
+    assert (decays, scales) == ({0.0, 0.3}, {None, 0.5})
+    assert trainer.fit().step == 8
+
+
+def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:
+    fit(small(train={"max_steps": 1}), tmp_path, quiet=True)
+    for name in ("momentum", "lion", "adopt"):
+        with pytest.raises(UserError, match=rf"holds what optimizer\.name=adamw had gathered, which {name} with these"):
+            fit(small(optimizer={"name": name}), tmp_path, resume=tmp_path, quiet=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are such graphs")
+def test_graphs_where_there_are_none_are_told(tmp_path: Path, capsys: Any) -> None:
+    trainer = Trainer(plain(model={"compile": True, "cuda_graphs": True}), tmp_path)
+    trainer.report.close()
+    assert trainer.replayed is None
+    wanted = "model.cuda_graphs: got true on cpu, which has none; the network is launched"
+    assert wanted in " ".join(capsys.readouterr().err.split())
 
 
 def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -26,12 +27,14 @@ from nearsight.errors import UserError
 __all__ = [
     "Checkpoint",
     "best",
+    "cannot_write",
     "clean",
     "find",
     "listed",
     "load_checkpoint",
     "open_checkpoint",
     "prune",
+    "set_aside_later",
     "write",
     "write_folder",
 ]
@@ -42,6 +45,9 @@ STATE = "state.json"
 FOLDER = "checkpoints"
 PREFIX = "step-"
 PARTIAL = ".partial-"
+ASIDE = "aside-"
+# A disk, or its owner's share of it, with no room left.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 PICKLED = {".pt", ".pth", ".pkl", ".bin", ".ckpt"}
 
 Tensors = Mapping[str, Tensor]
@@ -68,7 +74,18 @@ class Checkpoint(NamedTuple):
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, or a sentence when it is not what was written."""
         file = f"{name}.safetensors"
-        return load(_intact(self.path, file, self.state["files"][file]))
+        if not self.has(name):
+            raise UserError(_damaged(self.path, f"{STATE} names no {file}"))
+        try:
+            return load(_intact(self.path, file, self.state["files"][file]))
+        except SafetensorError as error:
+            raise UserError(_damaged(self.path, f"{file} holds no tensors")) from error
+
+    def want(self, *keys: str) -> None:
+        """A sentence when the state lacks one of the keys."""
+        for key in keys:
+            if key not in self.state:
+                raise UserError(_damaged(self.path, f"{STATE} lacks {key!r}"))
 
 
 def write(run: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) -> Path:
@@ -77,11 +94,16 @@ def write(run: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) ->
     try:
         write_folder(target, state, groups)
     except OSError as error:
-        last = next(iter(reversed(_folders(run))), None)
-        kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror or error)
-        raise UserError(f"cannot write checkpoint {target}: {what}; {kept}. Make room and resume.") from error
+        raise cannot_write(run, f"checkpoint {target}", error) from error
     return target
+
+
+def cannot_write(run: Path, what: str, error: OSError) -> UserError:
+    """The sentence for something of a run that could not be written."""
+    last = next(iter(reversed(_folders(run))), None)
+    kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
+    why = "the disk is full" if error.errno in FULL else str(error.strerror or error)
+    return UserError(f"cannot write {what}: {why}; {kept}. Make room and resume.")
 
 
 def write_folder(target: Path, state: Mapping[str, Any], groups: Mapping[str, Tensors]) -> None:
@@ -98,8 +120,8 @@ def write_folder(target: Path, state: Mapping[str, Any], groups: Mapping[str, Te
         whole = {"format": FORMAT, "version": VERSION, **state, "files": files}
         _write_bytes(part / STATE, json.dumps(whole, indent=1).encode())
         _flush_folder(part)
-        if target.exists():  # a later one than the one the run was resumed from
-            shutil.rmtree(target)
+        if target.exists():
+            _remove(target)
         part.rename(target)
         _flush_folder(target.parent)
     except OSError:
@@ -132,7 +154,7 @@ def _intact(folder: Path, file: str, wanted: Mapping[str, Any]) -> bytes:
     path = folder / file
     try:
         data = path.read_bytes()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise UserError(_damaged(folder, f"{file} is missing")) from error
     if len(data) != wanted["bytes"]:
         raise UserError(_damaged(folder, f"{file} has {len(data)} bytes, wanted {wanted['bytes']}"))
@@ -175,9 +197,17 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} is a checkpoint of version {state.get('version')}, wanted {VERSION}; use the nearsight that wrote it."
         )
-    if not isinstance(state.get("step"), int) or not isinstance(state.get("files"), dict):
+    if not isinstance(state.get("step"), int) or not _lists_files(state.get("files")):
         raise UserError(_damaged(folder, f"{STATE} lacks its step or files"))
     return state
+
+
+def _lists_files(files: Any) -> bool:
+    """Whether each is a plain name with its size and digest."""
+    return isinstance(files, dict) and all(
+        Path(name).name == name and isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys()
+        for name, facts in files.items()
+    )
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -203,7 +233,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _folders(run: Path) -> list[Path]:
-    return sorted(path for path in (run / FOLDER).glob(f"{PREFIX}*") if path.is_dir())
+    return sorted(
+        path for path in (run / FOLDER).glob(f"{PREFIX}*") if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()
+    )
 
 
 def listed(run: str | Path) -> list[Path]:
@@ -246,11 +278,26 @@ def prune(run: Path, keep: int) -> None:
     spared = {*folders[-keep:], best(run)}
     for folder in folders:
         if folder not in spared:
-            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
-            doomed = folder.with_name(f"{PARTIAL}{folder.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a half-deleted one is never taken for one."""
+    doomed = folder.with_name(f"{PARTIAL}old-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside_later(run: Path, step: int) -> list[Path]:
+    """Rename a run's checkpoints after `step`: going on from there, they are neither its latest nor its best any more."""
+    moved = []
+    for folder in _folders(run):
+        if int(folder.name.removeprefix(PREFIX)) > step:
+            target = folder.with_name(f"{ASIDE}{folder.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(folder.rename(target))
+    return moved
 
 
 def clean(run: Path) -> None:

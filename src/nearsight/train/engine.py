@@ -40,6 +40,9 @@ __all__ = ["Result", "Stopped", "Trainer", "fit"]
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 NEVER = 2**62
+# What a checkpoint says of its place, as numbers.
+NUMBERS = ("step", "epoch", "in_epoch", "images_per_step", "world", "skipped")
+ADVICE = "lower optimizer.lr or set train.clip"
 
 
 class Stopped(Exception):  # noqa: N818  (not an error)
@@ -135,19 +138,21 @@ class Trainer:
         self.signal: int | None = None
         self.place = _Place()
         self.losses: list[float] = []
-        notes: list[str] = []
+        self.early: list[str] = []
+        self.resumed: checkpoints.Checkpoint | None = None
         seed_everything(config.train.seed)
-        self.task: Task = build_task(config, self.where, lambda text: self._note(text, notes))
+        self.task: Task = build_task(config, self.where, self._note)
         self._build()
         self._begin(resume, quiet)
-        for text in notes:
+        for text in self.early:
             self.report.note(text)
 
-    def _note(self, text: str, early: list[str]) -> None:
+    def _note(self, text: str) -> None:
+        """A line for the user, kept until there is somebody to tell it."""
         if hasattr(self, "report"):
             self.report.note(text)
         else:
-            early.append(text)
+            self.early.append(text)
 
     # ---- building ----
 
@@ -188,10 +193,15 @@ class Trainer:
         self.skipped = 0
 
     def _replayed_update(self) -> ReplayedUpdate | None:
-        alone = self.where.world == 1 and self.accelerator.scaler is None and self.where.device.type == "cuda"
-        if not (self.config.model.cuda_graphs and alone and ReplayedUpdate.suits(self.inner)):
+        if not self.config.model.cuda_graphs:
             return None
-        return ReplayedUpdate(self.inner, self.config.train.clip, lambda text: self.report.note(text))
+        if self.where.device.type != "cuda":
+            self._note(f"model.cuda_graphs: got true on {self.where.device}, which has none; the network is launched")
+            return None
+        alone = self.where.world == 1 and self.accelerator.scaler is None
+        if not (alone and ReplayedUpdate.suits(self.inner)):
+            return None
+        return ReplayedUpdate(self.inner, self.config.train.clip, self._note)
 
     def _begin(self, resume: Path | None, quiet: bool) -> None:
         # Each process draws its own dropout and mixing.
@@ -200,7 +210,9 @@ class Trainer:
             (self.run / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
             checkpoints.clean(self.run)
         if resume is not None:
-            self._load(checkpoints.load_checkpoint(resume))
+            self.resumed = checkpoints.load_checkpoint(resume)
+            self._load(self.resumed)
+            self._leave_later_ones(self.resumed)
         if self.leader:
             replace_file(self.run / CONFIG, to_yaml(self.config))
         self.report = Reporter(
@@ -231,8 +243,8 @@ class Trainer:
             groups["ema"] = self.ema.module.state_dict()
         generators = gather_object([state.random_state(self.where.device)])
         path = None
-        failure: str | None = None
-        if self.leader:
+        failure = self._broken_weights(groups["model"])
+        if self.leader and failure is None:
             groups["random"] = {f"{rank}.{k}": v for rank, one in enumerate(generators) for k, v in one.items()}
             scaler = self.accelerator.scaler
             saved = {
@@ -261,16 +273,32 @@ class Trainer:
             raise UserError(failure)
         return path
 
+    def _broken_weights(self, tensors: dict[str, Tensor]) -> str | None:
+        """The sentence for weights that an update with finite loss made inf or NaN: such a checkpoint is none to go on from."""
+        learnt = [tensors[name] for name, _ in self.bare.named_parameters() if name in tensors]
+        if all(bool(torch.isfinite(tensor).all()) for tensor in learnt):
+            return None
+        return self._bad_sentence("the weights are", self.place.step, ADVICE)
+
     def _score(self, metrics: dict[str, float]) -> float:
         name = f"ema_{self.task.metric}" if self.ema is not None else self.task.metric
         return metrics[name] if self.task.larger_is_better else -metrics[name]
 
     def _load(self, checkpoint: checkpoints.Checkpoint) -> None:
         saved, source = checkpoint.state, f"checkpoint {checkpoint.path}"
+        checkpoint.want("task", "config", "optimizer", "scaler", *NUMBERS)
         if saved["task"] != self.config.task:
             raise UserError(f"{source} is of task {saved['task']!r}, wanted {self.config.task!r}.")
         state.load_model(self.model, checkpoint.tensors("model"), source)
-        state.load_optimizer(self.model, self.inner, checkpoint.tensors("optimizer"), saved["optimizer"])
+        moments = checkpoint.tensors("optimizer")
+        try:
+            state.load_optimizer(self.model, self.inner, moments, saved["optimizer"], self.config.optimizer.options)
+        except (KeyError, ValueError, RuntimeError) as error:
+            before = saved["config"]["optimizer"]["name"]
+            raise UserError(
+                f"{source} holds what optimizer.name={before} had gathered, which {self.config.optimizer.name} with these "
+                f"options has no place for ({error}); resume with the options it was trained with."
+            ) from error
         if self.ema is not None:
             if not checkpoint.has("ema"):
                 raise UserError(f"{source} has no moving average; resume with ema.decay=null.")
@@ -291,6 +319,17 @@ class Trainer:
             state.load_random(own, self.where.device)
         self.schedule.step_update(self.place.step)
 
+    def _leave_later_ones(self, checkpoint: checkpoints.Checkpoint) -> None:
+        """Going on from an earlier step, or counting steps of another size, the run's later checkpoints are not its own."""
+        if checkpoint.path.resolve().parent != (self.run / checkpoints.FOLDER).resolve():
+            return
+        self.accelerator.wait_for_everyone()  # the others may still be reading
+        moved = checkpoints.set_aside_later(self.run, self.place.step) if self.leader else []
+        if moved:
+            self._note(f"set aside what came after step {self.place.step}: {', '.join(map(str, moved))}")
+        if self.place.step < checkpoint.step:
+            self.save()
+
     # ---- the loop ----
 
     def fit(self) -> Result:
@@ -299,6 +338,11 @@ class Trainer:
         epochs = self.config.schedule.epochs
         spent = images = 0.0
         path: Path | None = None
+        if self.resumed is not None and self.place.step >= self.end():
+            metrics, path = self.resumed.state.get("metrics") or {}, self.resumed.path
+            self._note(
+                f"{self.run} has done its {self.end()} steps already; for more set schedule.epochs or train.max_steps"
+            )
         try:
             with _exactness(self.config.train.deterministic), self._signals():
                 while self.place.step < self.end():
@@ -321,6 +365,10 @@ class Trainer:
                     if not last:
                         self._stop_if_asked(saved=path if due else None)
             return self._finish(metrics, time.perf_counter() - began, spent, images, path)
+        except OSError as error:
+            if error.errno not in checkpoints.FULL:
+                raise
+            raise checkpoints.cannot_write(self.run, f"into {self.run}", error) from error
         finally:
             self.report.close()
 
@@ -418,7 +466,7 @@ class Trainer:
         self.skipped += 1
         step, allowed = self.place.step + 1, self.config.train.bad_steps
         if self.skipped > allowed:
-            raise UserError(self._bad_sentence(step, f"after {allowed} skipped ones"))
+            raise UserError(self._bad_sentence("the loss is", step, f"after {allowed} skipped ones"))
         for buffer, before in zip(self.bare.buffers(), buffers, strict=True):
             buffer.copy_(before)
         self.report.note(f"step {step}: the loss is not finite; skipped ({self.skipped} of at most {allowed})")
@@ -428,13 +476,13 @@ class Trainer:
         bad = self._smallest(self.first_bad)
         if bad != NEVER:
             raise UserError(
-                self._bad_sentence(bad, "lower optimizer.lr, set train.clip, or skip such steps with train.bad_steps")
+                self._bad_sentence("the loss is", bad, f"{ADVICE}, or skip such steps with train.bad_steps")
             )
 
-    def _bad_sentence(self, step: int, more: str) -> str:
+    def _bad_sentence(self, what: str, step: int, more: str) -> str:
         saved = checkpoints.listed(self.run)
         last = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        return f"the loss is not finite at step {step}; {last}; {more}."
+        return f"{what} not finite at step {step}; {last}; {more}."
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

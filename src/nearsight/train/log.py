@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -20,8 +21,12 @@ LOG = "log.jsonl"
 def replace_file(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new one, never half of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
@@ -98,7 +103,10 @@ class Reporter:
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
+        # Rows are flushed as they come: what fails here has failed, and was told, before.
         if self.leader:
-            self.file.close()
+            with contextlib.suppress(OSError):
+                self.file.close()
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(OSError):
+                self.writer.close()

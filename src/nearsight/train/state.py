@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from nearsight.errors import UserError
 __all__ = ["load_model", "load_optimizer", "load_random", "model_state", "optimizer_state", "random_state"]
 
 SEPARATOR = "|"
+# Settings of an optimiser's group that come from the config or the device; what else a group has may be gathered on the way.
+SETTINGS = ("weight_decay", "momentum", "betas", "eps", "lr_scale", "capturable", "foreach", "fused")
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -71,9 +74,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Tensor],
+    values: dict[str, Any],
+    options: Iterable[str] = (),
 ) -> None:
-    """The inverse of `optimizer_state`."""
+    """The inverse of `optimizer_state`; what the config sets (and the `options` it names) stays as it is in the optimiser."""
+    kept = {*SETTINGS, *options}
+    own = [{key: value for key, value in group.items() if key in kept} for group in optimizer.param_groups]
     state: dict[str, dict[str, Any]] = {}
     for key, value in sorted([*tensors.items(), *values["plain"].items()], key=lambda item: item[0]):
         parameter, _, slot = key.rpartition(SEPARATOR)
@@ -81,6 +90,8 @@ def load_optimizer(
     groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in values["groups"]]
     whole: Any = {"state": state, "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+    for group, mine in zip(optimizer.param_groups, own, strict=True):
+        group.update(mine)
     for parameter_, slots in optimizer.state.items():
         for slot, value in slots.items():
             same = isinstance(value, Tensor) and value.shape == parameter_.shape
