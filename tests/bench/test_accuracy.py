@@ -60,6 +60,36 @@ def test_an_output_off_is_named_with_its_place():
     assert "at [2, 4," in fault
 
 
+@pytest.mark.parametrize("samples", [None, (0, 3)])
+@pytest.mark.parametrize("what", ["output", "gradient of v"])
+def test_memory_that_nobody_wrote_is_no_number(what, samples):
+    """Left alone it would often hold what the last call wrote there: the right answer."""
+
+    class Unwritten(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return Unwritten.partly(x) if what == "output" else x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad if what == "output" else Unwritten.partly(grad)
+
+        @staticmethod
+        def partly(x):
+            out = torch.empty_like(x)
+            out.flatten()[1:] = x.flatten()[1:]
+            return out
+
+    def run(q, k, v, rel_row, rel_col):
+        if what == "output":
+            return Unwritten.apply(reference(q, k, v, rel_row, rel_col))
+        return reference(q, k, Unwritten.apply(v), rel_row, rel_col)
+
+    before = torch.are_deterministic_algorithms_enabled()
+    assert find_fault(run, reference, problem(), samples=samples, shared=TABLES) == f"{what}: not finite"
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
 def test_an_unwritten_element_shows_even_in_a_sample_that_is_not_compared():
     def run(**tensors):
         out = reference(**tensors).clone()

@@ -1,18 +1,21 @@
 """The error rule every backend is judged by, for the output and each gradient: in the tests, and before anything is timed.
 
 With truth = the reference in float64 and plain = the reference in the backend's dtype:
-err(backend, truth) ≤ 2·err(plain, truth) + c·eps·max|truth|, c = 16 in float32 and 4 in half types (float64: 16).
+err(backend, truth) ≤ 2·err(plain, truth) + c·eps·max|truth|, c = 16 in float32 and 4 in half types (float64: 16). The backend
+runs in memory full of NaN, so that an element it leaves unwritten shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Comparison", "compare", "find_fault", "find_gross_fault", "output_and_gradients"]
+__all__ = ["Comparison", "compare", "find_fault", "find_gross_fault", "output_and_gradients", "poisoned_memory"]
 
 Tensors = Mapping[str, Tensor | None]
 Function = Callable[..., Tensor]
@@ -35,6 +38,28 @@ def output_and_gradients(run: Function, inputs: Tensors, upstream: Tensor) -> di
     return {"output": out.detach(), **{f"gradient of {n}": g for n, g in zip(wanted, gradients, strict=True)}}
 
 
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN.
+
+    >>> with poisoned_memory():
+    ...     torch.empty(2)
+    tensor([nan, nan])
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            # Torch's products say that they may add up in another order next time; that is not asked here.
+            warnings.filterwarnings("ignore", message=".*[dD]eterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
 class Comparison(NamedTuple):
     """One call three times: the reference in float64, the reference in the tested dtype, and the function under test."""
 
@@ -52,12 +77,14 @@ def compare(
     seed: int = 0,
     samples: Sequence[int] | None = None,
     shared: Collection[str] = (),
+    poisoned: bool = False,
 ) -> Comparison:
     """Run `run` and `reference` on `inputs`, whose dtype is the one tested, with one random upstream gradient.
 
     With `samples`, `run` still gets the whole batch, but the reference only these samples of it. Elsewhere the upstream
     gradient is zero, so that gradients of inputs without a batch axis (named in `shared`) agree too: the shape that is
-    timed is the shape that is checked, even where the reference of the whole batch would not fit in memory.
+    timed is the shape that is checked, even where the reference of the whole batch would not fit in memory. `poisoned`
+    gives `run` memory full of NaN.
     """
     dtype = next(t.dtype for t in inputs.values() if t is not None and t.dtype.is_floating_point)
 
@@ -71,13 +98,16 @@ def compare(
     upstream = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
     truth = output_and_gradients(reference, double, upstream)
     plain = output_and_gradients(reference, few, upstream)
+    memory = poisoned_memory if poisoned else nullcontext
     if samples is None:
-        return Comparison(dtype, truth, plain, output_and_gradients(run, inputs, upstream))
+        with memory():
+            return Comparison(dtype, truth, plain, output_and_gradients(run, inputs, upstream))
 
     batch = next(len(t) for n, t in inputs.items() if t is not None and n not in shared)
     whole = torch.zeros(batch, *shape[1:], dtype=dtype)
     whole[list(samples)] = upstream
-    got = output_and_gradients(run, inputs, whole)
+    with memory():
+        got = output_and_gradients(run, inputs, whole)
     for name, tensor in got.items():
         if not name.endswith(tuple(f" of {n}" for n in shared)):
             # An element left unwritten in another sample would otherwise go unseen.
@@ -96,7 +126,7 @@ def find_fault(
     shared: Collection[str] = (),
 ) -> str | None:
     """What the error rule finds wrong with `run`, and where; None when it holds for the output and every gradient."""
-    dtype, truth, plain, got = compare(run, reference, inputs, seed=seed, samples=samples, shared=shared)
+    dtype, truth, plain, got = compare(run, reference, inputs, seed=seed, samples=samples, shared=shared, poisoned=True)
     factor = 16 if dtype in (torch.float32, torch.float64) else 4
     for name, want in truth.items():
         have = got[name]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,8 +98,7 @@ class _Problem(NamedTuple):
             return [self.runner(run)]
 
         def fault() -> str | None:
-            with _poisoned_memory():
-                return find_fault(run, self.call("reference"), self.inputs, samples=self.samples, shared=self.shared)
+            return find_fault(run, self.call("reference"), self.inputs, samples=self.samples, shared=self.shared)
 
         return Contender(f"nearsight {report.name}", build, fault, ours=True)
 
@@ -149,20 +147,6 @@ class _Problem(NamedTuple):
         sizes = {"batch": batch, **{k: v for k, v in self.shape._asdict().items() if v}}
         dtype = str(self.values.dtype).removeprefix("torch.")
         return Contest(self.op, self.shape.text, dtype, sizes, contenders, floor)
-
-
-@contextmanager
-def _poisoned_memory() -> Iterator[None]:
-    """Fill what `torch.empty` returns with NaN, so that an element nobody writes shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def _bytes(tensor: Tensor) -> int:
