@@ -60,6 +60,34 @@ def test_an_output_off_is_named_with_its_place():
     assert "at [2, 4," in fault
 
 
+@pytest.mark.parametrize(
+    ("dtype", "c"), [(torch.float32, 16), (torch.float64, 16), (torch.bfloat16, 4), (torch.float16, 4)]
+)
+def test_the_rule_is_as_strict_as_it_says(dtype, c):
+    """Where the reference itself makes no error, c·eps·max|truth| is allowed and no more."""
+    x = torch.tensor([-2.0, 0.0, 1.0], dtype=dtype)
+
+    def off(times):
+        added = times * c * torch.finfo(dtype).eps * 2.0 * torch.tensor([0.0, 1.0, 0.0], dtype=dtype)
+        return lambda x: x + added
+
+    def same(x):
+        return x.clone()
+
+    assert find_fault(off(0.99), same, {"x": x}) is None
+    assert find_fault(off(1.01), same, {"x": x}).startswith("output: error")
+
+
+def test_twice_the_plain_error_is_allowed_and_no_more():
+    x = torch.tensor([1.0, -1.0])
+
+    def rough(x):
+        return x if x.dtype == torch.float64 else x + 0.25
+
+    assert find_fault(lambda x: x + 0.499, rough, {"x": x}) is None
+    assert find_fault(lambda x: x + 0.501, rough, {"x": x}).startswith("output: error 5.010e-01")
+
+
 @pytest.mark.parametrize("samples", [None, (0, 3)])
 @pytest.mark.parametrize("what", ["output", "gradient of v"])
 def test_memory_that_nobody_wrote_is_no_number(what, samples):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from nearsight.viz.explore.draw import enlargement
 from nearsight.viz.explore.images import Shown, built_in
-from nearsight.viz.explore.views import GIVEN, look
-from tests.support.subjects import rectangle
+from nearsight.viz.explore.views import GIVEN, look, pixel_at
+from tests.support.subjects import SIZE, rectangle
 
 gradio = pytest.importorskip("gradio", reason="the explorer's page needs the extra `explore`")
 
@@ -28,6 +29,16 @@ def test_the_slider_at_its_learned_place_shows_the_learned_map(explorer):
     assert explorer.moved(subject, layer, 0.75) is None
     assert explorer.moved(subject, layer, 0.76) == 0.76
     assert answers.radius_label(0.7431) == "Radius σ of the map (learned: 0.743)"
+
+
+def test_a_click_means_the_pixel_under_it(explorer):
+    """Clicks come as (x, y) of the enlarged input, here 24×32 pixels of 14×14."""
+    who = answers.Visitor(built_in()[0])
+    times = enlargement(SIZE)
+    for pixel in ((0, 0), (5, 29), (23, 31)):
+        for inside in (0, times - 1):
+            place = explorer.pixel(EXPLICIT, who, pixel[1] * times + inside, pixel[0] * times + inside)
+            assert pixel_at(place, SIZE) == pixel
 
 
 def test_a_network_that_lacks_the_layer_shows_its_first(explorer):

@@ -155,6 +155,7 @@ def test_received_is_drawn_over_the_image_on_one_scale():
     assert len({image.get_clim() for image in over}) == 1
     wanted = maps.on_image(maps.received[0], smooth=True)
     assert np.allclose(over[2].get_array(), wanted[2])
+    assert over[2].get_clim() == pytest.approx(np.quantile(wanted.numpy(), (0.005, 0.995)))
     assert np.array_equal(drawing.numbers["received"], maps.received[0].numpy())
 
 
