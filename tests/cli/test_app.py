@@ -1,4 +1,5 @@
 import ast
+import errno
 import re
 import shlex
 import subprocess
@@ -145,6 +146,22 @@ def test_a_missing_file_is_named(verb, capsys, tmp_path):
     assert (
         capsys.readouterr().err == f"nearsight probe: cannot open '{tmp_path / 'no.png'}': No such file or directory.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("x.png", "nearsight probe: cannot write 'x.png': the disk is full.\n"),
+        (None, "nearsight probe: the disk is full.\n"),
+    ],
+)
+def test_a_full_disk_is_one_line(verb, capsys, name, line):
+    def probe():
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    verb(probe)
+    assert main(["probe"]) == 2
+    assert capsys.readouterr().err == line
 
 
 def test_our_own_faults_keep_their_traceback(verb):

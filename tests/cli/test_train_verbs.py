@@ -109,6 +109,12 @@ def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: A
     assert got.out == ""
 
 
+def test_a_recipe_that_is_no_text(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"model: \x93\xff")
+    assert main(["train", str(tmp_path / "x.yaml")]) == 2
+    assert capsys.readouterr().err == f"nearsight train: {tmp_path / 'x.yaml'}: got no text, wanted YAML in UTF-8.\n"
+
+
 def test_a_signal_gives_its_code(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     from nearsight.train import engine
 

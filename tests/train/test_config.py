@@ -41,6 +41,12 @@ from tests.train.support import SMALL, small
             "data.on_device: got true with data.augment.auto, which runs in workers",
         ),
         ("task=clasify", "task: got 'clasify', wanted one of classify, detect, reconstruct. Did you mean 'classify'?"),
+        ("task=[1]", "task: got [1], wanted one of classify, detect, reconstruct"),
+        (
+            "data.augment.auto=rand-q9",
+            "data.augment.auto: got 'rand-q9', which timm does not read (Unknown RandAugment config section)",
+        ),
+        ("data.max_pixels=1000000000", "data.max_pixels: got 1000000000, wanted less than or equal to 178956970"),
         ("optimizer", "got 'optimizer', wanted KEY=VALUE"),
     ],
 )
@@ -106,6 +112,28 @@ def test_bad_model_and_optimiser_names() -> None:
         build_optimizer(model, OptimizerConfig(name="admw"), 64)
     with pytest.raises(UserError, match=r"optimizer\.options: sgd refuses"):
         build_optimizer(model, OptimizerConfig(name="sgd", options={"nonsense": 1}), 64)
+
+
+@pytest.mark.parametrize("options", [{"betas": [2, 0.9]}, {"eps": -1}, {"betas": 3}])
+def test_values_an_optimiser_refuses(options: dict[str, Any]) -> None:
+    model = create_network(small().model, num_classes=2, in_chans=1)
+    with pytest.raises(UserError, match=r"optimizer\.options: adamw refuses \{"):
+        build_optimizer(model, OptimizerConfig(name="adamw", options=options), 64)
+
+
+def test_what_a_network_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(model={"options": {"act_layer": "nonsense"}}).model
+    with pytest.raises(UserError, match=r"model: test_resnet cannot be built with \{.*\(KeyError: 'nonsense'\)\.$"):
+        create_network(config, num_classes=2, in_chans=1)
+
+    def unreachable(*args: Any, **keys: Any) -> None:
+        raise FileNotFoundError("An error happened\nwhile trying to locate the file on the Hub")
+
+    monkeypatch.setattr("timm.create_model", unreachable)
+    config = small(model={"pretrained": True}).model
+    with pytest.raises(UserError, match=r"'pretrained': True\} \(FileNotFoundError: An error happened while") as caught:
+        create_network(config, num_classes=2, in_chans=1)
+    assert "\n" not in str(caught.value)
 
 
 def test_batchnorm_decay_is_the_share_kept() -> None:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 
 from nearsight.errors import UserError
 from nearsight.train.data.augment import Draw, cut_out, draw_patches, erase, gather, pad_images
 from nearsight.train.data.batches import Where, build_batches, plan
 from nearsight.train.data.config import AugmentConfig, DataConfig
 from nearsight.train.data.decoded import materialise
-from nearsight.train.data.sources import hold_out, open_source
+from nearsight.train.data.sources import PACKAGES, hold_out, open_source
 
 CPU = Where(torch.device("cpu"))
 
@@ -210,12 +211,30 @@ def test_hugging_face_sets(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
         ("parquet:/nowhere", "data.source: no Parquet files in '/nowhere'"),
         ("cifar10:/nowhere", "data.root: no cifar10 in /nowhere; set data.root=FOLDER"),
         ("wds/nothing", "data.source: cannot open 'wds/nothing'"),
+        ("wds/rootless", "data.root: missing; 'wds/rootless' wants the folder (or address) of its shards"),
+        ("tfds/mnist", "data.source: 'tfds/mnist' needs TensorFlow, which no extra brings"),
     ],
 )
-def test_missing_things_are_one_line(source: str, sentence: str, tmp_path: Path) -> None:
+def test_missing_things_are_one_line(
+    source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, "tfds", "no_such_package")
     with pytest.raises(UserError, match=re.escape(sentence)) as caught:
-        open_source(settings(source, root=str(tmp_path) if source.startswith("wds") else None))
+        open_source(settings(source, root=str(tmp_path) if source == "wds/nothing" else None))
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **keys: Any) -> None:
+        raise ConnectionError("Couldn't reach\nthe Hub")
+
+    monkeypatch.setattr("timm.data.readers.reader_factory.create_reader", unreachable)
+    with pytest.raises(UserError, match=r"cannot open 'hfds/a/b' \(Couldn't reach the Hub\)\.$"):
+        open_source(settings("hfds/a/b"))
+    monkeypatch.setitem(PACKAGES, "hfds", "no_such_package")
+    with pytest.raises(ModuleNotFoundError) as caught:  # the command line names the extra
+        open_source(settings("hfds/a/b"))
+    assert caught.value.name == "no_such_package"
 
 
 def test_bad_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
@@ -250,9 +269,11 @@ def spoil(folder: Path) -> list[str]:
     cut.write_bytes(cut.read_bytes()[:45])
     text = folder / "train" / "dog" / "5.png"
     text.write_text("no image")
+    link = folder / "train" / "dog" / "9.png"
+    link.symlink_to(folder / "gone.png")
     bomb = folder / "val" / "cat" / "0.png"
     picture(3, (100, 100)).save(bomb)
-    return [str(cut), str(text), str(bomb)]
+    return [str(cut), str(text), str(link), str(bomb)]
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -287,6 +308,17 @@ def test_a_bomb_is_refused_before_it_unpacks() -> None:
     for side in (10_000, 100_000):
         with pytest.raises(BadImageError, match=r"pixels"):
             decode(claims(side), "RGB", 89_478_485)
+
+
+def test_formats_that_pillow_half_knows_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nearsight.train.data.images import BadImageError, decode
+
+    def refuses(source: Any) -> None:
+        raise NotImplementedError("Unimplemented pixel format 0")
+
+    monkeypatch.setattr(Image, "open", refuses)
+    with pytest.raises(BadImageError, match=r"damaged \(Unimplemented pixel format 0\)"):
+        decode(b"DDS", "RGB", 100)
 
 
 def test_too_few_images_for_a_batch(folder: Path) -> None:
@@ -450,3 +482,28 @@ def test_decoded_images_are_cached(folder: Path, tmp_path: Path, monkeypatch: py
     picture(200, (9, 12)).save(folder / "train" / "cat" / "0.png")  # a changed file makes another entry
     batches(data)
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = settings(f"folder:{folder}")
+    first = next(batches(data).epoch(0)).images
+    (file,) = (tmp_path / "cache").glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:20])
+    assert torch.equal(next(batches(data).epoch(0)).images, first)
+    assert file.read_bytes() == whole
+
+    def full(tensors: Any, path: Path) -> None:
+        path.write_bytes(whole[:20])
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    file.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("nearsight.train.data.decoded.save_file", full)
+        assert torch.equal(next(batches(data).epoch(0)).images, first)
+    assert not any((tmp_path / "cache").iterdir())
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert torch.equal(next(batches(data).epoch(0)).images, first)

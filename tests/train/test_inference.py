@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,37 @@ def test_predictions_are_the_networks(run: Any, tmp_path: Path) -> None:
     files[0].write_text("no image")
     with pytest.raises(UserError, match=r"0\.png: not an image\.$"):
         predict(network, files)
+
+
+def test_options_taken_back_do_not_reach_the_hub(tmp_path: Path) -> None:
+    options = {"name": "sasa_resnet_nano", "drop_path": None, "options": {"stages": "cccc", "another_recipes": None}}
+    fit(small(model=options, train={"max_steps": 1}), tmp_path / "run", quiet=True)
+    folder = push(tmp_path / "run", f"local-dir:{tmp_path / 'hub'}")
+    assert timm.create_model(f"local-dir:{folder}", pretrained=True).num_classes == 10
+
+
+def test_pushing_nowhere_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"push: got 'local-dir:', wanted local-dir:FOLDER or OWNER/NAME\.$"):
+        push(run[0], "local-dir:")
+
+    def unreachable(*args: Any, **keys: Any) -> None:
+        raise ConnectionError("Name or service\nnot known")
+
+    monkeypatch.setattr("timm.models._hub.push_to_hf_hub", unreachable)
+    with pytest.raises(
+        UserError, match=r"push: cannot write 'a/b' on the Hugging Face hub \(ConnectionError: Name or ser"
+    ):
+        push(run[0], "a/b")
+
+
+def test_a_card_that_describes_no_network_is_refused(run: Any, tmp_path: Path) -> None:
+    shutil.copytree(run[0], tmp_path / "run")
+    (state,) = (tmp_path / "run" / "checkpoints").glob("*6/state.json")
+    saved = json.loads(state.read_text())
+    for card, sentence in (({"model": {"name": "resnet18"}}, "its card describes no network"), (None, "lacks 'card'")):
+        state.write_text(json.dumps({k: v for k, v in {**saved, "card": card}.items() if v is not None}))
+        with pytest.raises(UserError, match=sentence):
+            load_network(state.parent)
 
 
 def test_hub_round_trip(run: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ A verb is a file `cli/VERB.py` with a module docstring (its first line is the ve
 from __future__ import annotations
 
 import ast
+import errno
 import importlib
 import os
 import sys
@@ -140,6 +141,8 @@ def _mistake(error: Exception) -> str | None:
         and error.filename
     ):
         return f"cannot open {str(error.filename)!r}: {error.strerror}."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write {str(error.filename)!r}: the disk is full." if error.filename else "the disk is full."
     if isinstance(error, typer.Abort):
         return "stopped."
     return None

@@ -48,7 +48,11 @@ def find(name: str) -> Path:
 
 def text_of(name: str) -> str:
     """A recipe as its file has it, header and all."""
-    return find(name).read_text(encoding="utf-8")
+    path = find(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: got no text, wanted YAML in UTF-8.") from error
 
 
 def header(name: str) -> list[str]:

@@ -20,6 +20,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "given",
     "known_keys",
     "merge",
     "nearest",
@@ -226,6 +227,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not null, which takes back what another recipe set.
+
+    >>> given({"stem": None, "stages": "aaaa"})
+    {'stages': 'aaaa'}
+    """
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from nearsight.errors import UserError
 from nearsight.train import checkpoints
-from nearsight.train.config import merge, parse_override
+from nearsight.train.config import given, merge, parse_override
 from nearsight.train.data.augment import normalise
 from nearsight.train.data.batches import Where
 from nearsight.train.data.config import DataConfig
@@ -83,10 +84,14 @@ class Detections(NamedTuple):
 def load_network(path: str | Path, *, average: bool = True) -> Network:
     """The network of a run (its best checkpoint) or of a checkpoint; the moving average where there is one."""
     checkpoint = checkpoints.find(path)
+    checkpoint.want("task", "card", "config")
     card = checkpoint.state["card"]
     weights = "ema" if average and checkpoint.has("ema") else "model"
     tensors = checkpoint.tensors(weights)
-    model: nn.Module = task_class(checkpoint.state["task"]).network(card)
+    try:
+        model: nn.Module = task_class(checkpoint.state["task"]).network(card)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"checkpoint {checkpoint.path}: its card describes no network ({error!r}).") from error
     load_model(model, tensors, f"checkpoint {checkpoint.path}")
     return Network(model.eval(), checkpoint, weights)
 
@@ -188,6 +193,8 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
     """
     from timm.models import _hub
 
+    if target.removeprefix(LOCAL) == "":
+        raise UserError(f"push: got {target!r}, wanted {LOCAL}FOLDER or OWNER/NAME.")
     network = load_network(path, average=average)
     if hasattr(network.model, "save_pretrained"):
         return _push_transformers(network, target)
@@ -211,7 +218,7 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
         "crop_pct": facts["crop_pct"],
         "interpolation": facts["interpolation"],
     }
-    arguments = {**card["model"]["options"], "in_chans": card["sizes"]["in_chans"]}
+    arguments = {**given(card["model"]["options"]), "in_chans": card["sizes"]["in_chans"]}
     shared: dict[str, Any] = {
         "model_config": {"label_names": card["classes"]},
         "model_args": arguments,
@@ -221,7 +228,8 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
         folder = target.removeprefix(LOCAL)
         _hub.save_for_hf(model, folder, **shared)
         return folder
-    return str(_hub.push_to_hf_hub(model, target, **shared))
+    with _hub_refusals(target):
+        return str(_hub.push_to_hf_hub(model, target, **shared))
 
 
 def _push_transformers(network: Network, target: str) -> str:
@@ -233,7 +241,21 @@ def _push_transformers(network: Network, target: str) -> str:
         folder = target.removeprefix(LOCAL)
         model.save_pretrained(folder)
         return folder
-    return str(model.network.push_to_hub(target))
+    with _hub_refusals(target):
+        return str(model.network.push_to_hub(target))
+
+
+@contextmanager
+def _hub_refusals(target: str) -> Iterator[None]:
+    """A sentence instead of whatever the hub, or the way to it, says."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(
+            f"push: cannot write {target!r} on the Hugging Face hub ({reason}); log in with 'hf auth login', or write a "
+            f"folder with {LOCAL}FOLDER."
+        ) from error
 
 
 def confidence(metrics: dict[str, Any]) -> float | None:

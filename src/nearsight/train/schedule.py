@@ -19,7 +19,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
 from nearsight.errors import UserError, nearest
-from nearsight.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from nearsight.train.config import OptimizerConfig, RunConfig, ScheduleConfig, given
 
 __all__ = ["RestartScheduler", "build_optimizer", "build_schedule", "learning_rates", "scaled_lr"]
 
@@ -75,7 +75,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
         raise UserError(
             f"optimizer.name: got {config.name!r}, wanted one of timm's" + (f", e.g. {near}." if near else ".")
         )
-    options = {key: value for key, value in config.options.items() if value is not None}
     try:
         optimizer = create_optimizer_v2(
             model,
@@ -85,10 +84,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
             momentum=config.momentum,
             filter_bias_and_bn=not config.decay_1d,
             layer_decay=config.layer_decay,
-            **options,
+            **given(config.options),
         )
-    except TypeError as error:
-        raise UserError(f"optimizer.options: {config.name} refuses {options} ({error}).") from error
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"optimizer.options: {config.name} refuses {given(config.options)} ({error}).") from error
     _scale_groups(model, optimizer, "lr_scale", config.lr_scale)
     _scale_groups(model, optimizer, "decay_scale", config.decay_scale)
     return optimizer

@@ -288,7 +288,8 @@ def leave_signals_to_the_run(worker: int) -> None:
 def make_loader(
     samples: Any, order: Order, collate: Any, workers: int, where: Where
 ) -> torch.utils.data.DataLoader[Any]:
-    """Samples in the order given, made by `workers` processes that live as long as the loader."""
+    """Samples in the order given, made by `workers` processes (at most one per core) that live as long as the loader."""
+    workers = min(workers, os.cpu_count() or 1)
     return torch.utils.data.DataLoader(
         samples,
         batch_sampler=order,
@@ -422,8 +423,6 @@ def batch_size_of(data: DataConfig, training: bool) -> int:
 def count_batches(images: int, batch: int, where: Where, training: bool) -> int:
     whole = batch * where.world
     if training and images < whole:
-        processes = f" × {where.world} processes" if where.world > 1 else ""
-        raise UserError(
-            f"data.batch_size: got {batch}{processes} = {whole}, wanted at most the {images} training images; lower it."
-        )
+        asked = f"{batch} × {where.world} processes = {whole}" if where.world > 1 else batch
+        raise UserError(f"data.batch_size: got {asked}, wanted at most the {images} training images; lower it.")
     return images // whole if training else -(-images // whole)

@@ -69,7 +69,9 @@ class DataConfig(Section):
     on_device: bool | Literal["auto"] = Field(default="auto", description="keep decoded images on the device")
     cache: bool = Field(default=True, description="keep decoded images on disk for the next run")
     on_bad: Literal["stop", "skip"] = Field(default="stop", description="what to do about a file that is no image")
-    max_pixels: int = Field(default=89_478_485, ge=1, description="refuse larger images (decompression bombs)")
+    max_pixels: int = Field(
+        default=89_478_485, ge=1, le=2 * 89_478_485, description="refuse larger images (decompression bombs)"
+    )
     crop_pct: float = Field(default=1.0, gt=0, le=1, description="share of the resized image's side kept at evaluation")
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     mean: list[float] | None = Field(default=None, description="null: the source's")
@@ -92,9 +94,24 @@ class DataConfig(Section):
                 f"data.augment.auto: got {policy!r}, wanted trivial, null or timm's policy string such as rand-m9-mstd0.5"
                 f" (with data.augment.crop={self.augment.crop}: {', '.join(known)})"
             )
+        elif policy and not self.augment.trivial and (fault := _policy_fault(policy)):
+            found.append(f"data.augment.auto: got {policy!r}, which timm does not read ({fault})")
         if self.augment.trivial and self.augment.color_jitter:
             found.append(
                 f"data.augment.color_jitter: got {self.augment.color_jitter:g} with data.augment.auto=trivial, which changes"
                 " colours itself; wanted 0"
             )
         return found
+
+
+def _policy_fault(policy: str) -> str | None:
+    """What timm says against a policy string that begins with one of its words; None when it takes it."""
+    from timm.data import auto_augment
+
+    kind = policy.split("-")[0]
+    makers = {"rand": auto_augment.rand_augment_transform, "augmix": auto_augment.augment_and_mix_transform}
+    try:
+        makers.get(kind, auto_augment.auto_augment_transform)(policy, {"img_mean": (0, 0, 0)})
+    except (AssertionError, ValueError, KeyError, TypeError) as error:
+        return str(error) or type(error).__name__
+    return None

@@ -6,9 +6,13 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearsight.errors import UserError
@@ -75,8 +79,6 @@ def train_transform(data: DataConfig, mean: tuple[float, ...]) -> Callable[[Any]
 
 def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
     """All images of a split as uint8 [N, S, S, C], their labels, and the names of those left out; cached on disk."""
-    from safetensors.torch import load_file, save_file
-
     if isinstance(split, Subset):  # one decoded set serves every share held out of it
         pixels, labels, bad = materialise(split.split, data)
         if not bad:
@@ -86,19 +88,34 @@ def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
     if key is not None and data.cache:
         how = f"{key}\n{data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
         file = cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
-        if file.is_file():
-            kept = load_file(file)
-            return kept["pixels"], kept["labels"], []
+        kept = _cached(file)
+        if kept is not None:
+            return (*kept, [])
     pixels, labels, bad = _decode_all(split, data)
     if file is not None and not bad:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_name(f"{file.name}.{os.getpid()}")
-            save_file({"pixels": pixels, "labels": labels}, part)
-            part.replace(file)
-        except OSError:  # a cache that cannot be written costs time, nothing else
-            part.unlink(missing_ok=True)
+        _cache(file, pixels, labels)
     return pixels, labels, bad
+
+
+def _cached(file: Path) -> tuple[Tensor, Tensor] | None:
+    """The pixels and labels of a cache file; None where there is none, or one that is damaged."""
+    try:
+        kept = load_file(file)
+        return kept["pixels"], kept["labels"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def _cache(file: Path, pixels: Tensor, labels: Tensor) -> None:
+    """Write a cache file; one that cannot be written costs time, nothing else."""
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"pixels": pixels, "labels": labels}, part)
+        part.replace(file)
+    except (OSError, SafetensorError):
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:

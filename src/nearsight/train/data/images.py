@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from PIL import Image, UnidentifiedImageError
 from nearsight.errors import UserError
 
 __all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad"]
+
+
+# `decode` has a limit of its own and says so in a sentence.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class BadImageError(Exception):
@@ -48,7 +53,7 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Imag
         raise BadImageError("not an image") from error
     except Image.DecompressionBombError as error:
         raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         raise BadImageError(f"damaged ({error})") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ KINDS = (
     "wds/NAME",
     "tfds/NAME",
 )
+# What timm's readers read with.
+PACKAGES = {"hfds": "datasets", "hfids": "datasets", "wds": "webdataset", "tfds": "tensorflow_datasets"}
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 STATISTICS = {
     "digits": ((0.305,), (0.376,)),
@@ -205,7 +208,7 @@ def open_source(data: DataConfig, *, labelled: bool = True) -> Source:
         source = _folder(data, path or data.root, labelled)
     elif kind == "parquet":
         source = _parquet(data, path or data.root, labelled=labelled)
-    elif kind.partition("/")[0] in ("hfds", "hfids", "wds", "tfds"):
+    elif kind.partition("/")[0] in PACKAGES:
         source = _reader(data, labelled)
     else:
         near = nearest(data.source, KINDS)
@@ -418,15 +421,24 @@ def _as_timm_calls(kind: str) -> Iterator[None]:
 
 
 def _reader(data: DataConfig, labelled: bool) -> Source:
-    with _as_timm_calls(data.source.partition("/")[0]):
-        return _open_reader(data, labelled)
+    kind = data.source.partition("/")[0]
+    if importlib.util.find_spec(PACKAGES[kind]) is None:
+        if kind == "tfds":
+            raise UserError(
+                f"data.source: {data.source!r} needs TensorFlow, which no extra brings; run: pip install tensorflow "
+                "tensorflow-datasets."
+            )
+        raise ModuleNotFoundError(f"No module named {PACKAGES[kind]!r}", name=PACKAGES[kind])
+    if kind == "wds" and data.root is None:
+        raise UserError(f"data.root: missing; {data.source!r} wants the folder (or address) of its shards.")
+    with _as_timm_calls(kind):
+        return _open_reader(kind, data, labelled)
 
 
-def _open_reader(data: DataConfig, labelled: bool) -> Source:
+def _open_reader(kind: str, data: DataConfig, labelled: bool) -> Source:
     from timm.data.dataset_factory import create_dataset
     from timm.data.readers.reader_factory import create_reader
 
-    kind = data.source.partition("/")[0]
     mode = image_mode(data.channels)
     statistics = _statistics(kind, data.channels)
     try:
@@ -451,7 +463,7 @@ def _open_reader(data: DataConfig, labelled: bool) -> Source:
                 (data.eval_split, False, data.eval_images),
             )
         ]
-    except (FileNotFoundError, AssertionError, ValueError, RuntimeError) as error:
+    except (OSError, AssertionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         reason = reason if len(reason) < 300 else f"{reason[:300]} …"
         raise UserError(f"data.source: cannot open {data.source!r} ({reason}).") from error
@@ -465,7 +477,10 @@ def _numbered(data: DataConfig) -> list[str]:
 
 
 def _stamp(path: str | Path) -> str:
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except OSError:  # a link to nowhere; reading it will be told
+        return "missing"
     return f"{status.st_size} {status.st_mtime_ns}"
 
 

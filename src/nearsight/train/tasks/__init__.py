@@ -71,7 +71,7 @@ class Task(Protocol):
 
 
 def _module(task: Any) -> Any:
-    if task not in TASKS:
+    if not isinstance(task, str) or task not in TASKS:
         near = nearest(str(task), TASKS)
         hint = f" Did you mean {near!r}?" if near else ""
         raise UserError(f"task: got {task!r}, wanted one of {', '.join(TASKS)}.{hint}")

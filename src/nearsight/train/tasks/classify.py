@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import timm
@@ -11,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import NearsightError, UserError, nearest
-from nearsight.train.config import ModelConfig, RunConfig, Section
+from nearsight.train.config import ModelConfig, RunConfig, Section, given
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
 from nearsight.train.data.sources import input_facts, open_source, split_source
 from nearsight.train.tasks import Facts, Note
 
-__all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network"]
+__all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network", "refusals"]
 
 
 class LossConfig(Section):
@@ -52,18 +54,27 @@ def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:
         near = nearest(config.name, timm.list_models())
         hint = f" Did you mean {near!r}?" if near else ""
         raise UserError(f"model.name: timm has no model {config.name!r}.{hint}")
-    options = {**sizes, **{key: value for key, value in config.options.items() if value is not None}}
+    options = {**sizes, **given(config.options)}
     if config.drop:
         options["drop_rate"] = config.drop
     if config.drop_path is not None:
         options["drop_path_rate"] = config.drop_path
-    try:
+    with refusals(config, options):
         model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **options)
+    return finish_network(model, config)
+
+
+@contextmanager
+def refusals(config: ModelConfig, options: Mapping[str, Any]) -> Iterator[None]:
+    """A sentence instead of whatever a network, or the hub its weights are on, does about what it is asked for."""
+    try:
+        yield
     except NearsightError:
         raise
-    except (TypeError, RuntimeError, AssertionError) as error:
-        raise UserError(f"model: {config.name} cannot be built with {options} ({error}).") from error
-    return finish_network(model, config)
+    except Exception as error:
+        asked = {**options, "pretrained": True} if config.pretrained else dict(options)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"model: {config.name} cannot be built with {asked} ({reason}).") from error
 
 
 def finish_network(model: nn.Module, config: ModelConfig) -> nn.Module:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nearsight.detect import create_detector
 from nearsight.detect.evaluate import mean_average_precision
-from nearsight.errors import NearsightError, UserError
-from nearsight.train.config import ModelConfig, RunConfig
+from nearsight.errors import UserError
+from nearsight.train.config import ModelConfig, RunConfig, given
 from nearsight.train.data.batches import Where
 from nearsight.train.data.detection import (
     DetectionBatch,
@@ -23,7 +23,7 @@ from nearsight.train.data.detection import (
 )
 from nearsight.train.data.images import LeftOut
 from nearsight.train.tasks import Facts, Note
-from nearsight.train.tasks.classify import finish_network
+from nearsight.train.tasks.classify import finish_network, refusals
 
 __all__ = ["CONFIG", "TASK", "Detect", "DetectConfig", "build_detector", "on_file"]
 
@@ -45,13 +45,9 @@ class DetectConfig(RunConfig):
 
 def build_detector(config: ModelConfig, num_classes: int) -> nn.Module:
     """The detector a config names, or a sentence."""
-    options = {key: value for key, value in config.options.items() if value is not None}
-    try:
+    options = given(config.options)
+    with refusals(config, options):
         model = create_detector(config.name, num_classes=num_classes, pretrained=config.pretrained, **options)
-    except NearsightError:
-        raise
-    except (TypeError, RuntimeError, AssertionError) as error:
-        raise UserError(f"model: {config.name} cannot be built with {options} ({error}).") from error
     return finish_network(model, config)
 
 
