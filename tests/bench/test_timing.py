@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from nearsight.bench import timing
 from nearsight.bench.timing import Effort, _median, copy_bandwidth, time_on_cpu
 
 
@@ -43,8 +44,17 @@ def test_the_contenders_take_turns():
     assert "".join(order[4:]) == "ababab"
 
 
-def test_bandwidth_is_that_of_a_machine():
-    assert 1e8 < copy_bandwidth(torch.device("cpu"), Effort(0, least=1, most=1)) < 1e13
+def test_bandwidth_counts_what_is_read_and_what_is_written(monkeypatch):
+    ran = []
+
+    def in_milliseconds(steps, effort):
+        ran.extend(step() for step in steps.values())
+        return {"copy": timing.Timing(50.0, 0.0, 1), "kernel": timing.Timing(40.0, 0.0, 1)}
+
+    monkeypatch.setattr(timing, "time_on_cpu", in_milliseconds)
+    found = copy_bandwidth(torch.device("cpu"), Effort(0, least=1, most=1))
+    assert len(ran) == 2
+    assert found == pytest.approx(2 * ran[0].numel() * ran[0].element_size() / 0.040)
 
 
 @pytest.mark.gpu

@@ -170,6 +170,23 @@ def test_drop_path_and_dropout_are_options(name):
     assert model(images(32, 32, device="meta")).shape == (2, model.num_classes)
 
 
+SMALL = {**{name: {} for name in NANO}, "expatt_mobilenetv2_100": {"channel_multiplier": 0.35}}
+SMALL |= {"aa_resnet34": {"layers": (1, 1, 1, 1), "channels": (32, 32, 48, 48), "stem_width": 16, "img_size": 32}}
+
+
+@pytest.mark.parametrize("rate", ["drop_path_rate", "drop_rate"])
+@pytest.mark.parametrize(("name", "options"), SMALL.items(), ids=SMALL)
+def test_what_is_dropped_changes_from_pass_to_pass(name, options, rate):
+    """In training; with a rate of 0, and in evaluation, two passes are one."""
+    x = images(16, 21, batch=4)
+    for value in (0.0, 0.5):
+        model = awake(timm.create_model(name, **options, **{rate: value})).train()
+        with torch.no_grad():
+            one, other = model(x), model(x)
+            assert torch.equal(one, other) == (value == 0)
+            assert torch.equal(model.eval()(x), model(x))
+
+
 # ── Numbers: every network once, the largest in the slow run ──
 
 
