@@ -31,6 +31,7 @@ __all__ = [
     "common_refusal",
     "compile_together",
     "dot_precision",
+    "early_launch",
     "launch",
     "meta_like",
     "multiprocessors",
@@ -71,6 +72,19 @@ def _capability(index: int) -> tuple[int, int]:
     if torch.version.hip is not None:
         return (9, 0)
     return torch.cuda.get_device_capability(index)
+
+
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """The constant EARLY of a kernel and, where the GPU can, the option that goes with it: it starts while the one before ends.
+
+    Such a kernel waits itself for all that came before, in every program and before it reads or writes anything. Whatever
+    follows it, written for this or not, then finds everything finished, as ever.
+    """
+    if INTERPRETED or torch.version.hip is not None or device.type == "cpu" or not torch.cuda.is_available():
+        return {"EARLY": False}
+    if _capability(torch.cuda.current_device() if device.index is None else device.index) < (9, 0):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 def multiprocessors(device: torch.device) -> int:

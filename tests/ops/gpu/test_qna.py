@@ -113,6 +113,63 @@ def test_two_runs_agree_to_the_bit(window):
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("size", [(56, 56), (14, 14)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_that_start_early_wait_for_what_they_read(size, captured):
+    """Inputs written right before a step and overwritten right after: a kernel that looked too soon, or too late, would show.
+
+    By Triton's launches, replayed ones and a CUDA graph's; the batch is large enough that every kernel overlaps the next.
+    """
+    kept = [make(torch.bfloat16, size, 8, 8, (3, 3), batch=128, seed=seed) for seed in range(3)]
+    want = []
+    for inputs in kept:
+        torch.cuda.synchronize()
+        want.append(step(inputs))
+        torch.cuda.synchronize()
+    buffers = {name: torch.empty_like(t) for name, t in kept[0].items() if t is not None}
+
+    def turns():
+        results = []
+        for inputs in kept:
+            for name, buffer in buffers.items():
+                buffer.copy_(inputs[name])
+            results.append(step(buffers))
+            for buffer in buffers.values():
+                buffer.fill_(float("nan"))
+        return results
+
+    def check(results):
+        torch.cuda.synchronize()
+        for got, expected in zip(results, want, strict=True):
+            for one, two in zip(got, expected, strict=True):
+                assert torch.equal(one, two)
+
+    if not captured:
+        for _ in range(8):
+            check(turns())
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        turns()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = turns()
+    for _ in range(8):
+        for got in results:
+            for tensor in got:
+                tensor.detach().fill_(float("nan"))
+        graph.replay()
+        check(results)
+
+
+@pytest.mark.parametrize("batch", [1, 37, 128])
+def test_batches_that_end_within_what_is_fetched_ahead(batch):
+    """A program asks for the rows of an image further on, or none, and takes tiles in chunks that may be short."""
+    compare(make(torch.bfloat16, (15, 9), 8, 8, (3, 3), batch=batch), 3)
+
+
 @pytest.mark.parametrize("window", [3, 7])
 def test_memory_is_that_of_the_map(window):
     """Inputs, their gradients, the output, LSE and δ, and the tables' partial sums: nothing of size k²·HW."""

@@ -103,6 +103,17 @@ def test_sums_of_the_tables(heads, size, window):
 
 
 @interpreted
+@pytest.mark.parametrize("window", [(3, 3), (3, 5)])
+@pytest.mark.parametrize("steps", [3, 4, 6])
+def test_tiles_are_dealt_out_in_chunks(steps, window):
+    """Of 9 tiles a program takes so many: one by one, all at once but the last, or by twos, the last two cut short."""
+    from nearsight.ops.qna import triton_impl
+
+    triton_impl.steps_of = lambda *_: steps
+    compare(make(BFLOAT, size=(5, 4), batch=3, window=window), window)
+
+
+@interpreted
 def test_more_heads_than_a_program_takes_with_a_stride():
     compare(make(BFLOAT, heads=11, dim=32, size=(2, 3), window=(1, 3)), (1, 3), stride=(1, 2))
 
@@ -257,6 +268,7 @@ def test_loops_carry_every_pointer(kernel, masked):
     constants = {"ALIGN": 8, "HP": 64, "L": 2, "D": 8, "DP": 8, "KH": 3, "KW": 3, "SY": 1, "SX": 1, "N": 32, "ROWS": 2}
     constants |= {"HB": 0, "QLOW": -1, "QROWS": 4, "UNROLL": True, "BIASED": True, "SCALED": True, "MASKED": masked}
     constants |= {"STACK": False, "SHARED": not masked, "SHARE": 0, "PARTS": 1 + masked, "LONE": False}
+    constants |= {"FETCH": not masked, "EARLY": True}
     if not masked:
         # As of larger windows, their sums dealt out.
         constants |= {"UNROLL": False, "HB": 8, "SHARE": 1}
@@ -264,7 +276,7 @@ def test_loops_carry_every_pointer(kernel, masked):
     signature = {}
     for name in function.arg_names:
         pointer = "*bf16" if name in halves else "*u8" if name == "key_mask" else "*fp32"
-        number = name in ("H", "W", "OH", "OW", "HEADS", "tiles") or name[2:] in ("_b", "_y", "_x")
+        number = name in ("H", "W", "OH", "OW", "HEADS", "tiles", "chunk", "ahead") or name[2:] in ("_b", "_y", "_x")
         signature[name] = "constexpr" if name in constants else "i32" if number else pointer
     taken = {name: value for name, value in constants.items() if name in signature}
     source = ASTSource(fn=function, signature=signature, constexprs=taken)

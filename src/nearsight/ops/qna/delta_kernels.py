@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from nearsight.ops.early_kernels import begin
 from nearsight.ops.qna.lanes import (
     LOG2E,
     channels,
@@ -118,6 +119,30 @@ def _columns(
 
 
 @triton.jit
+def _store_rows(
+    far, delta_at, sums, level, lse, rest, block, oy, OH, OW, HEADS,
+    L: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Divide the sums by the windows' and store them; `far` where a window is too far from its reference."""
+    for r in tl.static_range(ROWS):
+        valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
+        results = ()
+        for l in tl.static_range(L):
+            result = sums[r * L + l]
+            if SHARED:
+                over = tl.exp2(level[l] - lse[r * L + l])
+                result = result * over
+                # Neither where it is NaN.
+                near = (over > 1.0 / RANGE) & (over < RANGE) & (tl.abs(result) < float("inf"))
+                far = tl.where(valid & (near == 0), 1, far)
+            elif PARTS == 2:
+                result = result * rest[r * L + l]
+            results = results + (result,)
+        store_neighbours(delta_at, r, results, valid)
+    return far
+
+
+@triton.jit
 def _rows(
     scores, values, tables, key_mask, grad, lse_in, delta_out, block, oy, ox, h, channel, y0, x0,
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
@@ -174,21 +199,7 @@ def _rows(
             )  # fmt: skip
     far = tl.zeros([N], tl.int32)
     for _ in range(one_turn(H)):
-        for r in tl.static_range(ROWS):
-            valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
-            results = ()
-            for l in tl.static_range(L):
-                result = sums[r * L + l]
-                if SHARED:
-                    over = tl.exp2(level[l] - lse[r * L + l])
-                    result = result * over
-                    # Neither where it is NaN.
-                    near = (over > 1.0 / RANGE) & (over < RANGE) & (tl.abs(result) < float("inf"))
-                    far = tl.where(valid & (near == 0), 1, far)
-                elif PARTS == 2:
-                    result = result * rest[r * L + l]
-                results = results + (result,)
-            store_neighbours(delta_at, r, results, valid)
+        far = _store_rows(far, delta_at, sums, level, lse, rest, block, oy, OH, OW, HEADS, L, N, ROWS, SHARED, PARTS)
         delta_at = for_next_turn(delta_at, H)
     return tl.max(far, axis=0) > 0
 
@@ -207,10 +218,11 @@ def delta(
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Per window and query δ = Σ_n p_n·scale_n·(g·v_n), which each of the window's logit gradients subtracts."""
     tl.static_assert(not SHARED or PARTS == 1)
+    begin(EARLY)
     block = tl.program_id(0)
     oy = tl.program_id(1) * ROWS
     # From the last image on: the gradients' kernel, which comes next, then finds the first ones' tensors in the cache.

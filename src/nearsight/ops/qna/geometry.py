@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from nearsight.ops.triton_support import next_power_of_two
 
-__all__ = ["Geometry", "geometry", "heads_apart", "lanes_of", "steps_of"]
+__all__ = ["Geometry", "chunk_of", "geometry", "heads_apart", "images_ahead", "lanes_of", "steps_of"]
 
 # Of a multiprocessor, and a grid's second axis.
 REGISTERS = 65536
 MOST_PROGRAMS = 65535
+# One warp each.
+MOST_AT_ONCE = 32
 # All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
 UNROLLED_SUMS = 18
 
@@ -92,7 +94,7 @@ def steps_of(g: Geometry, blocks: int, tiles: int, multiprocessors: int) -> int:
     least = -(-tiles // MOST_PROGRAMS)
     if g.steps > 0 or g.registers is None:
         return max(g.steps, least)
-    at_once = multiprocessors * (REGISTERS // (32 * g.registers))
+    at_once = _at_once(g, multiprocessors)
     best, found = 0.0, tiles
     # In few rounds of programs, unless more leave less of the GPU idle at the end.
     for rounds in range(1, 9):
@@ -105,3 +107,21 @@ def steps_of(g: Geometry, blocks: int, tiles: int, multiprocessors: int) -> int:
             if steps == least:
                 break
     return found
+
+
+def _at_once(g: Geometry, multiprocessors: int) -> int:
+    """Programs that run at a time."""
+    return multiprocessors * min(REGISTERS // (32 * (g.registers or 128)), MOST_AT_ONCE)
+
+
+def images_ahead(g: Geometry, programs: int, multiprocessors: int) -> int:
+    """How many images further the programs are that start when those that run now end, `programs` to an image."""
+    return -(-_at_once(g, multiprocessors) // programs)
+
+
+LARGEST_CHUNK = 16
+
+
+def chunk_of(steps: int) -> int:
+    """How many neighbouring tiles a program of the backward takes at a time: a power of two that divides its steps."""
+    return min(steps & -steps, LARGEST_CHUNK)

@@ -8,10 +8,13 @@ Letters and lanes: `lanes.py`.
 import triton
 import triton.language as tl
 
+from nearsight.ops.early_kernels import begin
 from nearsight.ops.qna.lanes import (
     LOG2E,
     channels,
     clamp,
+    fetch,
+    fetch_pixels,
     filled,
     for_next_turn,
     image,
@@ -164,6 +167,77 @@ def _scatter_column(
 
 
 @triton.jit
+def _load_tile(
+    scores, values, key_mask, score_column, value_column, mask_column, y0, x, H, W, HEADS, ss_y, vs_y, ms_y,
+    N: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores and values of ROWS rows of an image from y0 on: tuples over (r, l) and r."""
+    s = filled(ROWS * L, tl.zeros([N], tl.float32))
+    v = filled(ROWS, tl.zeros([N, DP], tl.float32))
+    s_at = score_pointers(scores, score_column, y0, H, ss_y, HEADS, ROWS, L)
+    v_at = row_pointers(values, value_column, y0, H, vs_y, ROWS)
+    m_at = row_pointers(key_mask, mask_column, y0, H, ms_y, ROWS if MASKED else 0)
+    for _ in range(one_turn(H)):
+        s = ()
+        v = ()
+        for r in tl.static_range(ROWS):
+            s = s + logits(s_at, m_at, r, y0 + r, x, H, W, MASKED, L)
+            v = v + (load_channels(v_at[r], D, DP),)
+        s_at = for_next_turn(s_at, H)
+        v_at = for_next_turn(v_at, H)
+        m_at = for_next_turn(m_at, H)
+    return s, v
+
+
+@triton.jit
+def _fetch_tile(
+    scores, values, key_mask, grad, lse_in, delta_in, batch, y0, xc, h, H, W, HEADS,
+    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x,
+    ALIGN: tl.constexpr, L: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Have what a tile needs brought into the cache (stride 1)."""
+    scores, values, _ = image(scores, values, key_mask, batch, ss_b, vs_b, 0, ALIGN)
+    fetch_pixels(scores, values, y0, xc, h, H, HEADS, ss_y, ss_x, vs_y, vs_x, ROWS, L, D)
+    for r in tl.static_range(ROWS):
+        window = batch * (H * W * HEADS) + ((clamp(y0 + r, H) * W + xc) * HEADS + h)
+        fetch(grad + window * D)
+        fetch(lse_in + window * (PARTS * L))
+        fetch(delta_in + window * L)
+
+
+@triton.jit
+def _store_tile(
+    dscores, dvalues, ds, dv, block, columns, y0, x, h, channel, H, W, HEADS,
+    N: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    ds_at = ()
+    dv_at = ()
+    for r in tl.static_range(ROWS):
+        pixel = ((y0 + r) * W + x) * HEADS
+        for l in tl.static_range(L):
+            ds_at = ds_at + (dscores + (pixel * L + (l * HEADS + h)),)
+        dv_at = dv_at + (dvalues + ((pixel * D)[:, None] + channel),)
+    for _ in range(one_turn(H)):
+        for r in tl.static_range(ROWS):
+            valid = lane_mask(block, columns, HEADS, y0 + r < H, N)
+            for l in tl.static_range(L):
+                tl.store(ds_at[r * L + l], ds[r * L + l].to(dscores.dtype.element_ty), mask=valid)
+            store_channels(dv_at[r], dv[r], valid, D, DP)
+        ds_at = for_next_turn(ds_at, H)
+        dv_at = for_next_turn(dv_at, H)
+
+
+@triton.jit
+def _add_further(totals, t, other, N: tl.constexpr):
+    """The tiles' totals so far and what the `other` lanes have, those that are there."""
+    sums = ()
+    for i in tl.static_range(len(t)):
+        part = tl.gather(t[i], tl.minimum(other, N - 1), 0)
+        sums = sums + (totals[i] + tl.where(other < N, part, 0.0),)
+    return sums
+
+
+@triton.jit
 def _add_heads(t, HEADS, HB: tl.constexpr, N: tl.constexpr):
     """The first HEADS lanes of each tile receive the sum over all lanes of their head, in a fixed order.
 
@@ -173,12 +247,7 @@ def _add_heads(t, HEADS, HB: tl.constexpr, N: tl.constexpr):
     totals = t
     if HB == 0:
         for k in range(1, tl.cdiv(N, HEADS)):
-            other = lane + k * HEADS
-            sums = ()
-            for i in tl.static_range(len(t)):
-                part = tl.gather(t[i], tl.minimum(other, N - 1), 0)
-                sums = sums + (totals[i] + tl.where(other < N, part, 0.0),)
-            totals = sums
+            totals = _add_further(totals, t, lane + k * HEADS, N)
     else:
         for k in tl.static_range(8):
             if HB << k < N:
@@ -265,18 +334,18 @@ def _store_sums(
 @triton.jit(
     do_not_specialize=[
         "H", "W", "OH", "OW", "HEADS", "ss_b", "ss_y", "ss_x", "vs_b", "vs_y", "vs_x", "ms_b", "ms_y", "ms_x",
-        "tiles",
+        "tiles", "chunk",
     ],
     do_not_specialize_on_alignment=["scores", "key_mask", "dscores"],
 )  # fmt: skip
 def backward(
     scores, values, tables, key_mask, grad, lse_in, delta_in, dscores, dvalues, sums,
     H, W, OH, OW, HEADS,
-    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, tiles,
+    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, tiles, chunk,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, HB: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    QLOW: tl.constexpr, QROWS: tl.constexpr, LONE: tl.constexpr,
+    QLOW: tl.constexpr, QROWS: tl.constexpr, LONE: tl.constexpr, FETCH: tl.constexpr, EARLY: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores and values, gathered over the windows that see each pixel, and partial sums of the tables'.
@@ -286,6 +355,7 @@ def backward(
     Unrolled (SX = 1), the tables' sums stay in registers over the tiles; otherwise they are summed over the lanes and added to
     what is stored: a tap's when it is done, dealt out (SHARE > 0), or a column's of taps.
     """
+    begin(EARLY)
     block = tl.program_id(0) // SX
     phase = tl.program_id(0) % SX
     here = tl.cdiv(W - phase, SX)
@@ -320,12 +390,23 @@ def backward(
     db = filled(KH * L * cols, zero)
     dw = filled(KH * L * cols, zero)
     tile_rows = tl.cdiv(H, ROWS)
-    own = tl.program_id(1) + tl.zeros([N], tl.int32)
-    # One program after the other takes a tile until there are none left, so that all are in neighbouring images at a time.
-    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        later = own < tile
-        batch = (tile // tile_rows).to(tl.int64)
-        y0 = tile % tile_rows * ROWS
+    # One program after the other takes a chunk of neighbouring tiles until there are none left, so that all are in neighbouring
+    # images at a time. A chunk is a power of two.
+    chunks = tl.cdiv(tiles, chunk)
+    turns = tl.cdiv(chunks - tl.program_id(1), tl.num_programs(1)) * chunk
+    turns -= tl.where((chunks - 1) % tl.num_programs(1) == tl.program_id(1), chunks * chunk - tiles, 0)
+    tile = tl.program_id(1) * chunk
+    batch = (tile // tile_rows).to(tl.int64)
+    y0 = tile % tile_rows * ROWS
+    turn = tl.zeros([N], tl.int32)
+    for _ in range(turns):
+        later = turn > 0
+        turn += 1
+        after = tile + 1
+        after += tl.where(after & (chunk - 1) == 0, (tl.num_programs(1) - 1) * chunk, 0)
+        after = tl.minimum(after, tiles - 1)
+        next_batch = (after // tile_rows).to(tl.int64)
+        next_y = after % tile_rows * ROWS
         scores_b, values_b, mask_b = image(scores, values, key_mask, batch, ss_b, vs_b, ms_b, ALIGN)
         windows = batch * (OH * OW * HEADS)
         grad_b = grad + windows * (D * L if STACK else D)
@@ -334,20 +415,15 @@ def backward(
         pixels = batch * (H * W * HEADS)
         dscores_b = dscores + pixels * L
         dvalues_b = dvalues + pixels * D
-        v = filled(ROWS, tl.zeros([N, DP], tl.float32))
-        s = filled(ROWS * L, zero)
-        s_at = score_pointers(scores_b, xc * ss_x + h, y0, H, ss_y, HEADS, ROWS, L)
-        v_at = row_pointers(values_b, value_column, y0, H, vs_y, ROWS)
-        m_at = row_pointers(mask_b, xc * ms_x, y0, H, ms_y, ROWS if MASKED else 0)
-        for _ in range(one_turn(H)):
-            s = ()
-            v = ()
-            for r in tl.static_range(ROWS):
-                s = s + logits(s_at, m_at, r, y0 + r, x, H, W, MASKED, L)
-                v = v + (load_channels(v_at[r], D, DP),)
-            s_at = for_next_turn(s_at, H)
-            v_at = for_next_turn(v_at, H)
-            m_at = for_next_turn(m_at, H)
+        s, v = _load_tile(
+            scores_b, values_b, mask_b, xc * ss_x + h, value_column, xc * ms_x, y0, x, H, W, HEADS, ss_y, vs_y, ms_y,
+            N, L, ROWS, D, DP, MASKED,
+        )  # fmt: skip
+        if FETCH:
+            _fetch_tile(
+                scores, values, key_mask, grad, lse_in, delta_in, next_batch, next_y, xc, h, H, W, HEADS,
+                ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ALIGN, L, D, ROWS, PARTS,
+            )  # fmt: skip
         dv = filled(ROWS, tl.zeros([N, DP], tl.float32))
         ds = filled(ROWS * L, zero)
         if UNROLL:
@@ -383,21 +459,10 @@ def backward(
             # One lane stores what several load for the next tile; what is dealt out, each lane stores for itself.
             if SHARE == 0:
                 tl.debug_barrier()
-        ds_at = ()
-        dv_at = ()
-        for r in tl.static_range(ROWS):
-            pixel = ((y0 + r) * W + x) * HEADS
-            for l in tl.static_range(L):
-                ds_at = ds_at + (dscores_b + (pixel * L + (l * HEADS + h)),)
-            dv_at = dv_at + (dvalues_b + ((pixel * D)[:, None] + channel),)
-        for _ in range(one_turn(H)):
-            for r in tl.static_range(ROWS):
-                valid = lane_mask(block, here, HEADS, y0 + r < H, N)
-                for l in tl.static_range(L):
-                    tl.store(ds_at[r * L + l], ds[r * L + l].to(dscores.dtype.element_ty), mask=valid)
-                store_channels(dv_at[r], dv[r], valid, D, DP)
-            ds_at = for_next_turn(ds_at, H)
-            dv_at = for_next_turn(dv_at, H)
+        _store_tile(dscores_b, dvalues_b, ds, dv, block, here, y0, x, h, channel, H, W, HEADS, N, L, ROWS, D, DP)
+        tile = after
+        batch = next_batch
+        y0 = next_y
     if UNROLL:
         if BIASED:
             _store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)

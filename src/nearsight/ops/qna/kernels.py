@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import reciprocal
+from nearsight.ops.early_kernels import begin
 from nearsight.ops.qna.lanes import (
     LOG2E,
     channels,
     column_pointers,
+    fetch_pixels,
     filled,
     for_next_turn,
     image,
@@ -37,12 +39,16 @@ __all__ = ["forward", "pack"]
 
 
 @triton.jit(do_not_specialize=["HEADS"], do_not_specialize_on_alignment=["bias", "scale"])
-def pack(bias, scale, tables, HEADS, L: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, HP: tl.constexpr):
+def pack(
+    bias, scale, tables, HEADS,
+    L: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, HP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The tables [taps, L, HEADS] as one [taps, HP, bias and scale, L] in float32, then again as factors of `powers`.
 
     What a tap's weights take is then one load, and every tap lies at a constant distance from the first. The factors are
     exp(bias) and exp(bias)·scale, NaN where a bias or scale is too large for them.
     """
+    begin(EARLY)
     tap = tl.program_id(0)
     h = tl.arange(0, HP)
     group: tl.constexpr = (BIASED + SCALED) * L
@@ -286,6 +292,52 @@ def _reciprocals(z):
 
 
 @triton.jit
+def _all_taps(
+    z, acc, ref, table_at, at, value_at, y0, x0, H, W,
+    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The windows' sums z and their values' over all taps, a column at a time, so that Triton compiles what it calls once."""
+    count: tl.constexpr = (ROWS - 1) * SY + KH
+    group: tl.constexpr = (BIASED + SCALED) * L
+    given: tl.constexpr = BIASED or SCALED
+    b = load_table(table_at, BIASED, 0, KW * KH, L, group)
+    w = load_table(table_at, given, group - L, KW * KH, L, group)
+    e = ()
+    for j in tl.static_range(KW):
+        e = e + powers(at[j * count * L : (j + 1) * count * L], y0, x0 + j, H, W, ref, count, L)
+    for j in tl.static_range(KW):
+        powers_j = e[j * count * L : (j + 1) * count * L]
+        z = _add_totals(z, powers_j, b[j * KH * L : (j + 1) * KH * L], KH, SY, L, ROWS, BIASED)
+    over = _reciprocals(z)
+    for j in tl.static_range(KW):
+        powers_j = e[j * count * L : (j + 1) * count * L]
+        w_j, at_j = w[j * KH * L : (j + 1) * KH * L], value_at[j * count : (j + 1) * count]
+        acc = _add_values(acc, powers_j, w_j, over, at_j, KH, SY, L, ROWS, D, DP, given)
+    return z, acc
+
+
+@triton.jit
+def _store_rows(
+    far, lse_at, out_at, z, acc, ref, block, oy, OH, OW, HEADS,
+    N: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Store the windows' log-sum-exp and output; `far` where a window is too far from its reference."""
+    for r in tl.static_range(ROWS):
+        valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
+        lse = ()
+        for l in tl.static_range(L):
+            total = z[r * L + l]
+            # Neither where it is NaN.
+            near = (total > 1.0 / RANGE) & (total < RANGE)
+            far = tl.where(valid & (near == 0), 1, far)
+            lse = lse + (ref[l] + log2(total),)
+        store_neighbours(lse_at, r, lse, valid)
+        store_channels(out_at[r], acc[r], valid, D, DP)
+    return far
+
+
+@triton.jit
 def _forward_shared(
     scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
@@ -307,20 +359,9 @@ def _forward_shared(
             KW, HP, KH, KW, count, L, group, False,
         )  # fmt: skip
         for _ in range(one_turn(H)):
-            b = load_table(table_at, BIASED, 0, KW * KH, L, group)
-            w = load_table(table_at, given, group - L, KW * KH, L, group)
-            # A column at a time, so that Triton compiles what it calls once for all columns.
-            e = ()
-            for j in tl.static_range(KW):
-                e = e + powers(at[j * count * L : (j + 1) * count * L], y0, x0 + j, H, W, ref, count, L)
-            for j in tl.static_range(KW):
-                powers_j = e[j * count * L : (j + 1) * count * L]
-                z = _add_totals(z, powers_j, b[j * KH * L : (j + 1) * KH * L], KH, SY, L, ROWS, BIASED)
-            over = _reciprocals(z)
-            for j in tl.static_range(KW):
-                powers_j = e[j * count * L : (j + 1) * count * L]
-                w_j, at_j = w[j * KH * L : (j + 1) * KH * L], value_at[j * count : (j + 1) * count]
-                acc = _add_values(acc, powers_j, w_j, over, at_j, KH, SY, L, ROWS, D, DP, given)
+            z, acc = _all_taps(
+                z, acc, ref, table_at, at, value_at, y0, x0, H, W, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED
+            )
             table_at = for_next_turn(table_at, H)
             at = for_next_turn(at, H)
             value_at = for_next_turn(value_at, H)
@@ -358,17 +399,7 @@ def _forward_shared(
         lse_at = lse_at + neighbours(lse_out + pixel * L + (ox * HEADS + h) * L, L)
         out_at = out_at + (out + pixel * D + ((ox * (HEADS * D))[:, None] + channel),)
     for _ in range(one_turn(H)):
-        for r in tl.static_range(ROWS):
-            valid = lane_mask(block, OW, HEADS, oy + r < OH, N)
-            lse = ()
-            for l in tl.static_range(L):
-                total = z[r * L + l]
-                # Neither where it is NaN.
-                near = (total > 1.0 / RANGE) & (total < RANGE)
-                far = tl.where(valid & (near == 0), 1, far)
-                lse = lse + (ref[l] + log2(total),)
-            store_neighbours(lse_at, r, lse, valid)
-            store_channels(out_at[r], acc[r], valid, D, DP)
+        far = _store_rows(far, lse_at, out_at, z, acc, ref, block, oy, OH, OW, HEADS, N, L, ROWS, D, DP)
         lse_at = for_next_turn(lse_at, H)
         out_at = for_next_turn(out_at, H)
     return tl.max(far, axis=0) > 0
@@ -377,21 +408,23 @@ def _forward_shared(
 @triton.jit(
     do_not_specialize=[
         "H", "W", "OH", "OW", "HEADS", "ss_b", "ss_y", "ss_x", "vs_b", "vs_y", "vs_x", "ms_b", "ms_y", "ms_x",
+        "ahead",
     ],
     do_not_specialize_on_alignment=["scores", "key_mask"],
 )  # fmt: skip
 def forward(
     scores, values, tables, key_mask, out, lse_out,
     H, W, OH, OW, HEADS,
-    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
+    ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, ahead,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, FETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Softmax over each window and its values' weighted sum; writes the output and the windows' log-sum-exp."""
     tl.static_assert(not SHARED or PARTS == 1)
+    begin(EARLY)
     block = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     ox, h = lanes(block, OW, HEADS, N)
@@ -402,6 +435,13 @@ def forward(
     oy = tl.program_id(1) * ROWS
     y0 = oy * SY - (KH - 1) // 2
     x0 = ox * SX - (KW - 1) // 2
+    if FETCH and tl.program_id(2) + ahead < tl.num_programs(2):
+        # For the program that comes after this one, about.
+        away = ahead.to(tl.int64)
+        fetch_pixels(
+            scores + away * ss_b, values + away * vs_b * ALIGN, oy * SY, ox * SX, h, H, HEADS, ss_y, ss_x, vs_y, vs_x,
+            ROWS * SY, L, D,
+        )  # fmt: skip
     if SHARED:
         far = _forward_shared(
             scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,

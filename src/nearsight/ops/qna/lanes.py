@@ -23,6 +23,8 @@ __all__ = [
     "channels",
     "clamp",
     "column_pointers",
+    "fetch",
+    "fetch_pixels",
     "filled",
     "for_next_turn",
     "image",
@@ -45,6 +47,33 @@ __all__ = [
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def fetch(pointers):
+    """Have what is there brought into the second-level cache, on NVIDIA's GPUs."""
+    if NVIDIA:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def fetch_pixels(
+    scores, values, y, xc, h, H, HEADS, ss_y, ss_x, vs_y, vs_x, ROWS: tl.constexpr, L: tl.constexpr, D: tl.constexpr
+):
+    """Have ROWS rows of an image from y on brought into the cache; neighbouring lanes ask for different queries' scores."""
+    score_column = xc * ss_x + (h + h % L * HEADS)
+    value_column = xc * vs_x + h * D
+    for r in tl.static_range(ROWS):
+        row = clamp(y + r, H)
+        fetch(values + (value_column + row * vs_y))
+        fetch(scores + (score_column + row * ss_y))
 
 
 @triton.jit

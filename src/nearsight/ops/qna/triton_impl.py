@@ -10,12 +10,13 @@ from torch import Tensor
 
 from nearsight.ops.launching import replayed
 from nearsight.ops.qna.call import QnACall
-from nearsight.ops.qna.geometry import Geometry, geometry, heads_apart, lanes_of, steps_of
+from nearsight.ops.qna.geometry import Geometry, chunk_of, geometry, heads_apart, images_ahead, lanes_of, steps_of
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
     common_refusal,
     compile_together,
+    early_launch,
     launch,
     meta_like,
     multiprocessors,
@@ -111,6 +112,12 @@ class Problem(NamedTuple):
         needs_own = self.lone or self.stack or self.key_mask is not None or _parts(self.values) == 2
         return not (needs_own or (self.scaled and not self.biased))
 
+    def fetches(self, g: Geometry) -> bool:
+        """Whether a program has what comes after it brought into the cache: where that was measured to be faster."""
+        return (
+            g.unroll and g.registers is not None and self.stride[0] == 1 and _parts(self.values) == 1 and not self.stack
+        )
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Scores, values, tables and mask; any tensor stands for an absent one."""
         mask = self.values if self.key_mask is None else self.key_mask.view(torch.uint8)
@@ -152,6 +159,7 @@ class Problem(NamedTuple):
             "PARTS": _parts(self.values),
             "num_warps": 1,
             "enable_fp_fusion": True,
+            **early_launch(self.values.device),
             # An option of NVIDIA's compiler alone.
             **({} if g.registers is None or torch.version.hip is not None else {"maxnreg": g.registers}),
         }
@@ -195,6 +203,7 @@ def _launch_pack(bias: Tensor | None, scale: Tensor | None, tables: Tensor, scor
             SCALED=scale is not None,
             HP=tables.shape[2],
             num_warps=1,
+            **early_launch(tables.device),
         )
 
 
@@ -213,18 +222,19 @@ def _window_grid(p: Problem, g: Geometry) -> tuple[int, int, int]:
 def launch_forward(p: Problem, out: Tensor, lse: Tensor) -> None:
     from nearsight.ops.qna import kernels
 
-    _launch_over_windows(kernels.forward, p, p.geometry("forward"), out, lse)
+    g = p.geometry("forward")
+    grid = _window_grid(p, g)
+    ahead = images_ahead(g, grid[0] * grid[1], multiprocessors(p.values.device))
+    constants = {"SHARED": p.shared, "FETCH": p.fetches(g), **p.constants(g)}
+    launch(kernels.forward, grid, *p.tensors(), out, lse, *p.sizes, *p.strides(), ahead, **constants)
 
 
 def launch_delta(p: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> None:
     from nearsight.ops.qna import delta_kernels
 
-    _launch_over_windows(delta_kernels.delta, p, p.geometry("delta"), grad, lse, delta)
-
-
-def _launch_over_windows(kernel: Any, p: Problem, g: Geometry, *tensors: Tensor) -> None:
+    g = p.geometry("delta")
     constants = {"SHARED": p.shared, **p.constants(g)}
-    launch(kernel, _window_grid(p, g), *p.tensors(), *tensors, *p.sizes, *p.strides(), **constants)
+    launch(delta_kernels.delta, _window_grid(p, g), *p.tensors(), grad, lse, delta, *p.sizes, *p.strides(), **constants)
 
 
 def launch_backward(
@@ -241,7 +251,8 @@ def launch_backward(
     # With a stride along x a program meets only the taps of its phase; the others must read as zero.
     new = p.values.new_empty if sx == 1 else p.values.new_zeros
     tables = p.biased + p.scaled
-    programs = -(-tiles // steps_of(g, blocks * sx, tiles, multiprocessors(p.values.device)))
+    steps = steps_of(g, blocks * sx, tiles, multiprocessors(p.values.device))
+    programs = -(-tiles // steps)
     rows = programs * sx * (columns if heads > g.lanes else blocks)
     sums = new([rows, tables, kh * kw * p.scores.shape[3], heads], dtype=torch.float32) if tables else None
     # Where lanes of one head are a fixed number apart their sums need no loop, which large windows would run through often.
@@ -263,9 +274,11 @@ def launch_backward(
         *p.sizes,
         *p.strides(),
         tiles,
+        chunk_of(steps) if p.fetches(g) else 1,
         HB=apart,
         SHARE=share,
         LONE=p.lone,
+        FETCH=p.fetches(g),
         QLOW=first,
         QROWS=last - first + 1,
         **p.constants(g),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearsight.ops.triton_support import launch
+from nearsight.ops.triton_support import early_launch, launch
 
 __all__ = ["add_rows", "sum_rows"]
 
@@ -22,7 +22,8 @@ def add_rows(shares: Tensor, parts: int) -> Tensor:
     out = torch.empty((parts, *shares.shape[1:]), dtype=torch.float32, device=shares.device)
     size = out[0].numel()
     grid = (-(-size // 128), parts)
-    launch(kernels.add_rows, grid, shares, out, rows, size, BLOCK=128, ROWS=32, num_warps=4)
+    constants = {"BLOCK": 128, "ROWS": 32, "num_warps": 4, **early_launch(shares.device)}
+    launch(kernels.add_rows, grid, shares, out, rows, size, **constants)
     return out
 
 
@@ -39,5 +40,6 @@ def sum_rows(shares: Tensor) -> Tensor:
         return add_rows(add_rows(shares, 64), 1)[0]
     out = torch.empty(shares.shape[1:], dtype=torch.float32, device=shares.device)
     grid = (-(-out.numel() // COLUMNS), 1)
-    launch(kernels.add_rows, grid, shares, out, shares.shape[0], out.numel(), BLOCK=COLUMNS, ROWS=512, num_warps=16)
+    constants = {"BLOCK": COLUMNS, "ROWS": 512, "num_warps": 16, **early_launch(shares.device)}
+    launch(kernels.add_rows, grid, shares, out, shares.shape[0], out.numel(), **constants)
     return out
