@@ -113,3 +113,9 @@ def test_ratios_compare_runs_of_one_kind():
     ours.eager_images_s, ours.compiled_images_s, ours.replayed_images_s = 5.0, 30.0, 36.0
     models._add_ratios([peer, ours])
     assert (ours.eager_over_peer, ours.compiled_over_peer, ours.replayed_over_peer) == (0.5, None, 0.9)
+    assert ours.bytes_over_peer is None
+    # Memory of compiled steps where both were, of plain ones otherwise.
+    for held, ratio in ((None, 0.5), (30, 1.5)):
+        peer.eager_bytes, ours.eager_bytes, peer.compiled_bytes, ours.compiled_bytes = 10, 5, 20, held
+        models._add_ratios([peer, ours])
+        assert ours.bytes_over_peer == ratio

@@ -2,11 +2,14 @@
 
 import csv
 import json
+import re
+import subprocess
 
 import pytest
 import torch
 from rich.console import Console
 
+import nearsight
 from nearsight.bench import machine, report
 from nearsight.bench.driver import Result
 from nearsight.bench.models import NetworkResult
@@ -176,3 +179,21 @@ def test_the_commit_can_be_given_and_need_not_be_known(monkeypatch):
     monkeypatch.delenv(machine.COMMIT_VARIABLE)
     monkeypatch.setenv("PATH", "")
     assert machine.stamp(torch.device("cpu"))["commit"] == "unknown"
+
+
+def test_a_changed_checkout_has_a_plus(monkeypatch, tmp_path):
+    def git(*words):
+        names = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    source = tmp_path / "__init__.py"
+    source.write_text("one = 1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.delenv(machine.COMMIT_VARIABLE, raising=False)
+    monkeypatch.setattr(nearsight, "__file__", str(source))
+    commit = machine.stamp(torch.device("cpu"))["commit"]
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    source.write_text("one = 2\n")
+    assert machine.stamp(torch.device("cpu"))["commit"] == f"{commit}+"
