@@ -257,6 +257,20 @@ def test_vanishing_weights_give_zero():
         assert all(torch.isfinite(t).all() for t in got.values())
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("weight", "sees"), [(1e-17, True), (1e-21, False)])
+def test_weights_too_small_to_divide_by_count_as_none(backend: str, weight: float, sees: bool):
+    """Their sum's inverse, or its square in the gradient of the radius, would not be finite."""
+    values = torch.randn(1, 1, 4, 3).requires_grad_()
+    # The one valid key lies a quarter of the width from the first query: exp(−(¼/σ)²/2) = weight.
+    radius = torch.tensor(0.25 / math.sqrt(-2 * math.log(weight)), requires_grad=True)
+    mask = torch.tensor([[[False, True, False, False]]])
+    out = explicit_attention(values, kind="gaussian", radius=radius, offset=0.0, key_mask=mask, backend=backend)
+    torch.testing.assert_close(out[0, 0, 0], values[0, 0, 1] if sees else torch.zeros(3), atol=0, rtol=1e-5)
+    for gradient in torch.autograd.grad(out.square().sum(), (values, radius)):
+        assert torch.isfinite(gradient).all()
+
+
 # Weights for pictures.
 
 
