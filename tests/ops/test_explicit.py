@@ -257,6 +257,13 @@ def test_vanishing_weights_give_zero():
         assert all(torch.isfinite(t).all() for t in got.values())
 
 
+def test_a_small_radius_is_taken_as_it_is():
+    """The floor lies far below a radius that still reaches the next pixel of a wide map."""
+    got = explicit_weights((1, 1000), kind="exp_manhattan", radius=torch.tensor(3e-4), offset=0.0, queries=[(0, 500)])
+    beside = got[0, 0, 0, 0, 501] / got[0, 0, 0, 0, 500]
+    assert float(beside) == pytest.approx(math.exp(-(1 / 1000) / 3e-4), rel=1e-4)
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize(("weight", "sees"), [(1e-17, True), (1e-21, False)])
 def test_weights_too_small_to_divide_by_count_as_none(backend: str, weight: float, sees: bool):
