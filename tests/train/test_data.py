@@ -148,37 +148,74 @@ def test_cifar_from_torchvisions_folder(tmp_path: Path) -> None:
     assert (len(source.train), len(source.evaluation), source.classes) == (10, 2, ["plane", "car"])
 
 
-def test_webdataset_stream(tmp_path: Path) -> None:
+def shards(folder: Path, sizes: dict[str, list[int]], bad: tuple[int, ...] = ()) -> None:
+    """Tar files of a WebDataset: per split, shards of so many images; `bad` ones are cut short."""
     import tarfile
 
-    for split, count in (("train", 12), ("validation", 5)):
-        with tarfile.open(tmp_path / f"x-{split}-0000.tar", "w") as tar:
-            for i in range(count):
-                for suffix, data in (("png", encoded(i)), ("cls", str(i % 2).encode())):
-                    info = tarfile.TarInfo(f"{i:04d}.{suffix}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
-    (tmp_path / "_info.json").write_text(
-        json.dumps(
-            {
-                "splits": {
-                    split: {
-                        "name": split,
-                        "filenames": [f"x-{split}-0000.tar"],
-                        "shard_lengths": [count],
-                        "num_samples": count,
-                    }
-                    for split, count in (("train", 12), ("validation", 5))
-                }
-            }
-        )
-    )
+    splits = {}
+    for split, counts in sizes.items():
+        names = [f"x-{split}-{shard:04d}.tar" for shard in range(len(counts))]
+        number = 0
+        for name, count in zip(names, counts, strict=True):
+            with tarfile.open(folder / name, "w") as tar:
+                for _ in range(count):
+                    image = encoded(number)[:45] if number in bad else encoded(number)
+                    for suffix, data in (("png", image), ("cls", str(number % 2).encode())):
+                        info = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+                    number += 1
+        splits[split] = {"name": split, "filenames": names, "shard_lengths": counts, "num_samples": number}
+    (folder / "_info.json").write_text(json.dumps({"splits": splits}))
+
+
+def test_webdataset_stream(tmp_path: Path) -> None:
+    shards(tmp_path, {"train": [12], "validation": [5]})
     data = settings("wds/x", root=str(tmp_path), num_classes=2)
     train, evaluation = batches(data), batches(data, training=False)
     assert (len(train), train.images, evaluation.images) == (3, 12, 5)
+    assert open_source(data).images == 12
     assert [len(batch.targets) for batch in train.epoch(0)] == [4, 4, 4]
     assert len(list(train.epoch(0, start=2))) == 1
-    assert sum(len(b.targets) if b.valid is None else int(b.valid.sum()) for b in evaluation.epoch(0)) == 5
+    assert sum(int(b.valid.sum()) for b in evaluation.epoch(0)) == 5
+
+
+def hugging_face_set(folder: Path, bad: tuple[int, ...] = ()) -> None:
+    for split, count in (("train", 12), ("validation", 5)):
+        for i in range(count):
+            part = folder / split / "ab"[i % 2]
+            part.mkdir(parents=True, exist_ok=True)
+            (part / f"{i}.png").write_bytes(encoded(i)[:45] if i in bad else encoded(i))
+
+
+@pytest.mark.parametrize("kind", ["wds", "hfids"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_files_of_a_stream(kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last image of the evaluation is bad, one of the training's; more workers than shards."""
+    if kind == "wds":
+        pytest.importorskip("webdataset")
+        shards(tmp_path, {"train": [12], "validation": [5]}, bad=(4,))
+        data = settings("wds/x", root=str(tmp_path), num_classes=2, workers=workers)
+    else:
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        hugging_face_set(tmp_path / "set", bad=(4,))
+        keys = {"num_classes": 2, "train_images": 12, "eval_images": 5, "workers": workers}
+        data = settings(f"hfids/{tmp_path / 'set'}", root=str(tmp_path / "cache"), **keys)
+    for training in (True, False):
+        with pytest.raises(
+            UserError, match=r"4\.png: damaged \(.*\); mend or remove it, or leave such files out with data"
+        ):
+            list(batches(data, training).epoch(0))
+    data = data.model_copy(update={"on_bad": "skip"})
+    train, held = (list(batches(data, training).epoch(0)) for training in (True, False))
+    assert [len(batch.targets) for batch in train] == [4, 4, 4]
+    assert sum(int(batch.valid.sum()) for batch in held) == 4
+    for part in (train, held):
+        assert any(name.endswith("4.png") for batch in part for name in batch.bad)
+    limited = data.model_copy(update={"max_pixels": 20})  # all of them are too large
+    with pytest.raises(UserError, match=r"9×7 pixels exceed data\.max_pixels=20|7×9 pixels exceed data\.max_pixels=20"):
+        next(batches(limited).epoch(0))
 
 
 @pytest.mark.parametrize("kind", ["hfds", "hfids"])
@@ -186,11 +223,7 @@ def test_hugging_face_sets(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     """A local set through timm's readers, indexed and streamed: every image once, with its label."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    for split, count in (("train", 12), ("validation", 5)):
-        for i in range(count):
-            folder = tmp_path / "set" / split / "ab"[i % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{i}.png").write_bytes(encoded(i))
+    hugging_face_set(tmp_path / "set")
     sizes = {"num_classes": 2, "train_images": 12, "eval_images": 5} if kind == "hfids" else {}
     data = settings(f"{kind}/{tmp_path / 'set'}", root=str(tmp_path / "cache"), **sizes)
     train, evaluation = batches(data), batches(data, training=False)

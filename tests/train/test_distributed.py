@@ -13,6 +13,7 @@ from nearsight.ops import native_support
 from nearsight.train import checkpoints
 from nearsight.train.log import read_log
 from tests.train.support import processes, sharded, small, train
+from tests.train.test_data import shards
 
 # Without BatchNorm, drop path and mixing, the two runs differ by the order of additions alone.
 SAME: dict[str, Any] = {
@@ -81,6 +82,17 @@ def test_a_sharded_network_is_saved_whole_and_resumed(tmp_path: Path) -> None:
     assert resumed.keys() == whole.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_streamed_evaluation_takes_each_image_once(tmp_path: Path) -> None:
+    """Three shards for two processes: one of them has more batches than the other."""
+    pytest.importorskip("webdataset")
+    shards(tmp_path, {"train": [40, 40], "validation": [7, 2, 5]})
+    keys = {"source": "wds/x", "root": str(tmp_path), "num_classes": 2, "batch_size": 8, "eval_batch_size": 3}
+    run = tmp_path / "run"
+    assert processes(small(data=keys, train={"max_steps": 2}), run, 2) == [0, 0]
+    assert rows(run, "eval", "images") == [14]
+    assert rows(run, "plan", "epoch_steps") == [80 // (2 * 8)]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from nearsight.train.data.decoded import eval_transform, materialise, train_tran
 from nearsight.train.data.images import BadImageError, refuse_bad
 from nearsight.train.data.policy import Policy, apply_policy, draw_policy, fill_of
 from nearsight.train.data.sources import Source, Split
+from nearsight.train.data.streams import Stream, stream_length
 
 __all__ = [
     "Batch",
@@ -279,6 +281,12 @@ def _collate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor, list[tuple[str
     )
 
 
+def refuse_some(bad: list[tuple[str, str]], valid: Tensor, on_bad: str, training: bool) -> None:
+    """End the run over a batch's bad files: when told so, or when nothing could take their place."""
+    if bad and (on_bad == "stop" or (training and not valid.all())):
+        raise refuse_bad(*bad[-1])
+
+
 def leave_signals_to_the_run(worker: int) -> None:
     """In a worker: stay out of reach of what Ctrl-C and `timeout` send to the run's process group; the run ends its workers."""
     if hasattr(os, "setpgrp"):  # not on Windows
@@ -326,8 +334,7 @@ class LoadedBatches:
         self.order.epoch, self.order.start = epoch, start
         device = self.where.device
         for images, labels, valid, bad in self.loader:
-            if bad and (self.on_bad == "stop" or (self.training and not valid.all())):
-                raise refuse_bad(*bad[-1])
+            refuse_some(bad, valid, self.on_bad, self.training)
             pixels = images.to(device, non_blocking=True).permute(0, 2, 3, 1)
             batch = Batch(
                 self.finish(pixels, None), labels.to(device, non_blocking=True), None, [name for name, _ in bad]
@@ -347,21 +354,21 @@ class StreamedBatches:
 
     def __init__(self, dataset: Any, data: DataConfig, where: Where, finish: _Finish, training: bool) -> None:
         self.dataset, self.where, self.finish, self.training = dataset, where, finish, training
-        self.batch_size = batch_size_of(data, training)
+        self.batch_size, self.on_bad = batch_size_of(data, training), data.on_bad
         self.channels, self.image_size = data.channels, data.image_size
-        dataset.transform = train_transform(data, finish.average) if training else eval_transform(data)
+        transform = train_transform(data, finish.average) if training else eval_transform(data)
         dataset.set_loader_cfg(num_workers=max(data.workers, 1))
         stated = data.train_images if training else data.eval_images
-        self.images = stated or len(dataset)
+        self.images = stated or stream_length(dataset)
         if not self.images:
             key = "train_images" if training else "eval_images"
             raise UserError(f"data.{key}: missing; {data.source!r} does not say how many images it has.")
         self.batches = count_batches(self.images, self.batch_size, where, training)
         self.loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            dataset,
+            Stream(dataset, transform, data, training),
             batch_size=self.batch_size,
             num_workers=data.workers,
-            drop_last=training,
+            collate_fn=_collate,
             pin_memory=where.device.type == "cuda",
             worker_init_fn=leave_signals_to_the_run,
             generator=torch.Generator(),
@@ -372,22 +379,36 @@ class StreamedBatches:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         self.dataset.set_epoch(epoch)
+        own = self._own(start)
+        if self.training:
+            yield from islice(own, self.batches - start)
+        elif self.where.world == 1:
+            yield from own
+        else:
+            # Shards of unequal length: those who are done still take part in the others' collective work.
+            while self._anybody_has(batch := next(own, None)):
+                yield batch or self._blank()
+
+    def _own(self, start: int) -> Iterator[Batch]:
         device = self.where.device
-        number = 0
-        for images, labels in self.loader:
+        for number, (images, labels, valid, bad) in enumerate(self.loader):
+            refuse_some(bad, valid, self.on_bad, self.training)
             if number >= start:
                 pixels = images.to(device, non_blocking=True).permute(0, 2, 3, 1)
-                yield Batch(self.finish(pixels, None), labels.to(device, non_blocking=True))
-            number += 1
-            if self.training and number == self.batches:
-                return
-        # Shards of unequal length: the others still wait for this process's share of collective work.
-        size = self.image_size
-        while not self.training and number < self.batches:
-            blank = torch.zeros(self.batch_size, size, size, self.channels, dtype=torch.uint8, device=device)
-            none = torch.zeros(self.batch_size, dtype=torch.bool, device=device)
-            yield Batch(self.finish(blank, None), torch.zeros(self.batch_size, dtype=torch.long, device=device), none)
-            number += 1
+                counts = None if self.training else valid.to(device, non_blocking=True)
+                targets = labels.to(device, non_blocking=True)
+                yield Batch(self.finish(pixels, None), targets, counts, [name for name, _ in bad])
+
+    def _anybody_has(self, batch: Batch | None) -> bool:
+        some = torch.tensor(batch is not None, dtype=torch.int32, device=self.where.device)
+        torch.distributed.all_reduce(some, op=torch.distributed.ReduceOp.MAX)
+        return bool(some)
+
+    def _blank(self) -> Batch:
+        device, size = self.where.device, self.image_size
+        pixels = torch.zeros(1, size, size, self.channels, dtype=torch.uint8, device=device)
+        none = torch.zeros(1, dtype=torch.bool, device=device)
+        return Batch(self.finish(pixels, None), torch.zeros(1, dtype=torch.long, device=device), none)
 
 
 def build_batches(

@@ -18,6 +18,7 @@ from torch import Tensor
 from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, decode, image_mode
+from nearsight.train.data.streams import stream_length
 
 __all__ = ["Source", "Split", "Subset", "hold_out", "input_facts", "open_source", "split_source"]
 
@@ -70,6 +71,11 @@ class Source(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     streamed: bool = False
+
+    @property
+    def images(self) -> int:
+        """How many there are to train on."""
+        return stream_length(self.train) if self.streamed else len(self.train)
 
 
 class ArrayImages:

@@ -120,7 +120,7 @@ class Classify:
         data, notes = config.data, list[str]()
         try:
             source = open_source(data)
-            images, classes = len(source.train), len(source.classes)
+            images, classes = source.images, len(source.classes)
         except UserError as error:
             if data.train_images is None or data.num_classes is None:
                 raise

@@ -131,7 +131,7 @@ class Reconstruct:
     def facts(config: ReconstructConfig) -> Facts:
         data, notes = config.data, list[str]()
         try:
-            images = len(_open(data).train)
+            images = _open(data).images
         except UserError as error:
             if data.train_images is None:
                 raise
