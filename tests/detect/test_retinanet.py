@@ -93,6 +93,20 @@ def test_anchors_lie_where_their_cells_do():
         torch.testing.assert_close(height / width, torch.tensor([0.5, 0.5, 1, 1, 2, 2.0]), rtol=0.05, atol=0)
 
 
+def test_other_anchors():
+    model = create_detector(
+        "retinanet_nano", num_classes=2, anchor_scale=3.0, anchor_octaves=3, anchor_ratios=(1.0, 4.0), width=16
+    ).eval()
+    first = model.level_anchors(torch.zeros(1, 3, 64, 128))[0][:6]
+    sides = first[:, 2:] - first[:, :2]
+    # Sizes 24, 24·2^⅓ and 24·2^⅔ as squares, then four times as high as wide; torchvision rounds half sides.
+    wanted = [(side / ratio**0.5, side * ratio**0.5) for ratio in (1, 4) for side in (24, 30.24, 38.1)]
+    torch.testing.assert_close(sides, torch.tensor(wanted), atol=1.0, rtol=0)
+    outputs, _ = model.dense(torch.zeros(1, 3, 64, 128))
+    assert outputs["cls_logits"][0].shape == (1, 8 * 16 * 6, 2)
+    assert outputs["bbox_regression"][0].shape == (1, 8 * 16 * 6, 4)
+
+
 def test_a_convolution_pyramid_is_torchvisions():
     theirs = FeaturePyramidNetwork([8, 12, 16], 32, LastLevelP6P7(32, 32))
     ours = FeaturePyramid([8, 12, 16], 32, Spatial("conv"))

@@ -184,6 +184,12 @@ def test_refuses(name: str, options: dict, text: str):
         build(name, **options)
 
 
+def test_another_norm():
+    model = nano(norm_layer=lambda channels, **options: nn.BatchNorm2d(channels, eps=0.5, **options))
+    assert {m.eps for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.5}
+    assert model(torch.randn(2, 3, 12, 9)).shape == (2, 10)
+
+
 def test_refuses_what_it_does_not_know():
     with pytest.raises(TypeError, match="raduis"):
         build("expatt_resnet_nano", raduis=1.0)

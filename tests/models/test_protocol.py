@@ -174,13 +174,17 @@ SMALL = {**{name: {} for name in NANO}, "expatt_mobilenetv2_100": {"channel_mult
 SMALL |= {"aa_resnet34": {"layers": (1, 1, 1, 1), "channels": (32, 32, 48, 48), "stem_width": 16, "img_size": 32}}
 
 
-@pytest.mark.parametrize("rate", ["drop_path_rate", "drop_rate"])
-@pytest.mark.parametrize(("name", "options"), SMALL.items(), ids=SMALL)
-def test_what_is_dropped_changes_from_pass_to_pass(name, options, rate):
+RATES = [(name, rate) for name in SMALL for rate in ("drop_path_rate", "drop_rate")]
+RATES += [("expatt_resnet_nano", "drop_block_rate"), ("aa_resnet34", "drop_block_rate")]
+
+
+@pytest.mark.parametrize(("name", "rate"), RATES)
+def test_what_is_dropped_changes_from_pass_to_pass(name, rate):
     """In training; with a rate of 0, and in evaluation, two passes are one."""
-    x = images(16, 21, batch=4)
+    # Blocks of 7×7 and 5×5 pixels are dropped, where the map is that large.
+    x = images(64, 85) if rate == "drop_block_rate" else images(16, 21, batch=4)
     for value in (0.0, 0.5):
-        model = awake(timm.create_model(name, **options, **{rate: value})).train()
+        model = awake(timm.create_model(name, **SMALL[name], **{rate: value})).train()
         with torch.no_grad():
             one, other = model(x), model(x)
             assert torch.equal(one, other) == (value == 0)

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.layers.mlp import Mlp
 
 import nearsight  # noqa: F401
 from nearsight.errors import ArgumentTypeError, ArgumentValueError
@@ -250,6 +251,12 @@ def test_refusals(options, text):
     with pytest.raises(ArgumentValueError) as caught:
         meta(**options)
     assert text in str(caught.value)
+
+
+def test_the_mlps_width_is_a_ratio():
+    assert {m.fc1.out_features / m.fc1.in_features for m in meta(mlp_ratio=1.5).modules() if isinstance(m, Mlp)} == {
+        1.5
+    }
 
 
 def test_refused_format():
