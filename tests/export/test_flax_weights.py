@@ -197,6 +197,13 @@ def test_msgpack_values():
     assert torch.equal(unpack(pack({"x": chunked}))["x"], torch.from_numpy(array))
 
 
+def nested_extensions(count):
+    data = b"\x00"
+    for _ in range(count):
+        data = struct.pack(">BIb", 0xC9, len(data), 1) + data
+    return data
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
@@ -208,6 +215,10 @@ def test_msgpack_values():
         (b"\xd4\x05\x00", "extension 5 is none of Flax's"),
         (struct.pack(">BBb", 0xC7, 1, 1) + b"\x01", "an array is not (shape, dtype, bytes)"),
         (b"\x81\xc0\x01", "a map has a key of type NoneType"),
+        (b"\xd4\x02\x00", "a complex number is not (real, imaginary)"),
+        (nested_extensions(2000), "nested deeper than 64"),
+        (pack({"__msgpack_chunked_array__": True, "shape": [6]}), "an array's chunks do not fit together"),
+        (pack({"__msgpack_chunked_array__": True, "shape": [6], "chunks": [1, 2]}), "an array's chunks do not fit"),
     ],
 )
 def test_msgpack_refusals(data, text):

@@ -91,14 +91,14 @@ class _Reader:
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind in FIXED_EXT:
-            return self.extension(FIXED_EXT[kind])
+            return self.extension(FIXED_EXT[kind], depth)
         if kind not in LENGTHS:
             raise UserError(f"not a Flax msgpack file: byte 0x{kind:02x} at {self.at - 1} starts no value.")
         length = self.number(LENGTHS[kind])
         if kind <= 0xC6:
             return bytes(self.take(length))
         if kind <= 0xC9:
-            return self.extension(length)
+            return self.extension(length, depth)
         if kind <= 0xDB:
             return self.text(length)
         return self.list(length, depth) if kind <= 0xDD else self.map(length, depth)
@@ -118,15 +118,18 @@ class _Reader:
             pairs[key] = self.value(depth + 1)
         return pairs
 
-    def extension(self, length: int) -> Any:
+    def extension(self, length: int, depth: int) -> Any:
         code = self.number(">b")
-        payload = _Reader(self.take(length))
-        if code in (1, 3):
-            return _array(payload.value(0))
-        if code == 2:
-            real, imaginary = payload.value(0)
-            return complex(real, imaginary)
+        if code in (1, 2, 3):
+            parts = _Reader(self.take(length)).value(depth + 1)
+            return complex(*_two_numbers(parts)) if code == 2 else _array(parts)
         raise UserError(f"not a Flax msgpack file: extension {code} is none of Flax's (1, 2, 3).")
+
+
+def _two_numbers(parts: Any) -> tuple[float, float]:
+    if not (isinstance(parts, list) and len(parts) == 2 and all(isinstance(n, int | float) for n in parts)):
+        raise UserError("not a Flax msgpack file: a complex number is not (real, imaginary).")
+    return parts[0], parts[1]
 
 
 def _array(parts: Any) -> Tensor:
@@ -149,8 +152,11 @@ def _join_chunks(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "__msgpack_chunked_array__" in value:
-        shape, chunks = _in_order(value["shape"]), _in_order(value["chunks"])
-        return torch.cat([chunk.flatten() for chunk in chunks]).view(shape)
+        try:
+            shape, chunks = _in_order(value["shape"]), _in_order(value["chunks"])
+            return torch.cat([chunk.flatten() for chunk in chunks]).view(shape)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise UserError("not a Flax msgpack file: an array's chunks do not fit together.") from error
     return {key: _join_chunks(item) for key, item in value.items()}
 
 
