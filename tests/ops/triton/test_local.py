@@ -169,6 +169,41 @@ def test_strips_of_half_types(size, heads, dim, window, change, options):
     compare(inputs, window, **options)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "heads", "dim", "window", "change", "options"),
+    [
+        ((5, 19), 2, 16, (7, 7), {"mask": 0.7}, {}),
+        ((4, 21), 1, 12, (3, 9), {"tables": "heads", "dtype": HALF}, {"border": "zeros", "scale": 0.3}),
+        ((7, 35), 1, 16, (5, 1), {"content": False, "mask": 0.1}, {"dilation": (2, 1)}),
+        ((3, 17), 3, 10, (1, 2), {"tables": "row"}, {}),
+    ],
+)
+def test_a_row_of_the_halo_at_a_time(size, heads, dim, window, change, options):
+    inputs = make(**{"dtype": BFLOAT, **change}, size=size, heads=heads, dim=dim, window=window)
+    assert plan(prepare(**inputs, window=window, **options), "forward").shape.by_row
+    compare(inputs, window, **options)
+
+
+@pytest.mark.parametrize(
+    ("dim", "window", "dtype", "size", "expected"),
+    [
+        (16, (7, 7), BFLOAT, (9, 21), True),
+        (10, (7, 9), HALF, (9, 21), True),
+        (16, (8, 7), BFLOAT, (9, 21), False),
+        (16, (7, 10), BFLOAT, (9, 21), False),
+        (16, (7, 7), FLOAT, (9, 21), False),
+        (8, (7, 7), BFLOAT, (9, 21), False),
+        (32, (7, 7), BFLOAT, (9, 21), False),
+        (16, (7, 7), BFLOAT, (9, 15), False),
+    ],
+)
+def test_which_forwards_take_a_row_at_a_time(dim, window, dtype, size, expected):
+    """Strips of one head of 16 channels, as many rows and columns as registers hold."""
+    call = prepare(**make(dtype, size, dim=dim, window=window), window=window)
+    assert plan(call, "forward").shape.by_row is expected
+
+
 @pytest.mark.parametrize("kernel", ["forward", "walk"])
 @pytest.mark.parametrize(
     ("size", "dim", "tile", "change", "options"),

@@ -48,7 +48,10 @@ def plan(call: LocalCall, kernel: str) -> Plan:
 
 
 class Geometry(NamedTuple):
-    """How the kernels cut a call: tiles of TY×TX pixels, G heads at once, the halo in CHUNKS of NR rows of NC pixels."""
+    """How the kernels cut a call: tiles of TY×TX pixels, G heads at once, the halo in CHUNKS of NR rows of NC pixels.
+
+    `by_row`: by the forward of `strip_kernels.py`, which takes a row at a time.
+    """
 
     ty: int
     tx: int
@@ -62,10 +65,14 @@ class Geometry(NamedTuple):
     boxes: bool = False
     whole_y: bool = False
     whole_x: bool = False
+    by_row: bool = False
 
 
 class _Choice(NamedTuple):
-    """Heads at once, warps, stages, registers per thread; forward: halo pixels per chunk, copy engine or pointers; the tile."""
+    """Heads at once, warps, stages, registers per thread; forward: halo pixels per chunk, copy engine or pointers; the tile.
+
+    `by_row`: whether the forward in half types takes the halo a row at a time, by pointers, where the window allows it.
+    """
 
     g: int
     warps: int
@@ -74,13 +81,14 @@ class _Choice(NamedTuple):
     registers: int | None = None
     boxes: bool = False
     tile: tuple[int, int] = (2, 8)
+    by_row: bool = False
 
 
 # Measured on an H200 at 56×56×64, 28×28×128, 14×14×256 and 7×7×512, window 7 (README, "What was tried"); by padded head dim.
 # 128 was not timed, nor was float32.
 CHOICES = {
     ("forward", 8): _Choice(2, 2, 3, registers=128, boxes=True),
-    ("forward", 16): _Choice(1, 1, 2, registers=128, boxes=True),
+    ("forward", 16): _Choice(1, 1, 2, registers=128, boxes=True, by_row=True),
     ("forward", 32): _Choice(1, 1, 2, boxes=True),
     ("forward", 64): _Choice(1, 2, 2, registers=168, boxes=True),
     ("forward", 128): _Choice(1, 4, 1, 64),
@@ -135,10 +143,14 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit
     g = max(min(choice.g, next_power_of_two(heads)), 16 // padded)
     nc = tx if whole_x else next_power_of_two(tx + kw - 1)
     rows = ty if whole_y else ty + kh - 1
+    # The logits of eight rows of sixteen columns are what registers hold.
+    by_row = choice.by_row and kernel == "forward" and size == 2 and rows <= 8 and nc <= 16
+    if by_row:
+        nc = 16
     # In the walk a chunk is as tall as a tile.
     nr = ty if kernel == "walk" else min(max(choice.keys // nc, 1), next_power_of_two(rows))
-    launch = (choice.warps, choice.stages, choice.registers, choice.boxes)
-    return Geometry(ty, tx, g, nr, nc, ceil_div(rows, nr), *launch, whole_y, whole_x)
+    launch = (choice.warps, choice.stages, choice.registers, choice.boxes and not by_row)
+    return Geometry(ty, tx, g, nr, nc, ceil_div(rows, nr), *launch, whole_y, whole_x, by_row)
 
 
 def _cut(shape: Geometry, maps: int, heads: int, height: int, width: int, wanted: int) -> Plan:

@@ -23,11 +23,12 @@ LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
 class Launch(NamedTuple):
-    """A grid, and the arguments that all kernels take by name."""
+    """A grid, the arguments that all kernels take by name, and which of two forwards is meant (`Geometry.by_row`)."""
 
     grid: tuple[int, int]
     runtime: dict[str, Any]
     constants: dict[str, Any]
+    by_row: bool
 
 
 def prepare_launch(call: LocalCall, kernel: str) -> Launch:
@@ -97,7 +98,7 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
     if shape.registers is not None and q.device.type != "cpu":
         constants["maxnreg"] = shape.registers
-    return Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants)
+    return Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants, shape.by_row)
 
 
 @functools.cache
@@ -184,14 +185,14 @@ def _compile(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> 
 
 
 def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor) -> None:
-    from nearsight.ops.local import kernels
+    from nearsight.ops.local import kernels, strip_kernels
 
     q, k, v = call.q, call.k, call.v
     launch = prepare_launch(call, "forward")
     with torch.cuda.device_of(q):
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         launch_kernel(
-            kernels.forward,
+            (strip_kernels if launch.by_row else kernels).forward,
             launch.grid,
             *(q, key, value, out, lse, *_positions_and_mask(call)),
             **launch.runtime,
@@ -242,6 +243,10 @@ def _launch_gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, i
             _two_passes(read, launch, prepare_launch(call, "keys"), numbers, into, partial)
         if found:
             _sum_relative(partial, launch, *tables)
+    for table in found:
+        if table.shape[-2] == 1:
+            # One tap adds the same to every logit of a query: what is left of its gradient is rounding.
+            table.zero_()
     return found
 
 
