@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,24 @@ def test_a_network_that_fails_is_named(tmp_path: Path, capsys: Any, monkeypatch:
     monkeypatch.setattr(demo, "MEMBERS", (broken, *demo.MEMBERS[1:]))
     assert main(["demo", "--out", str(tmp_path / "d"), "--workers", "1"]) == 2
     assert "training sasa_resnet_nano ended with code 2: why it failed" in capsys.readouterr().err
+
+
+def test_sigterm_ends_the_networks_in_training_too(tmp_path: Path, monkeypatch: Any) -> None:
+    started: list[Any] = []
+
+    def start(*args: Any) -> Any:
+        if started:
+            os.kill(os.getpid(), signal.SIGTERM)
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr(demo, "_start", start)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", "--out", str(tmp_path), "--workers", "2", "--json"])
+    assert caught.value.code == 143
+    assert started[0].poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -100,7 +101,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _train_all(out: Path, epochs: int | None, at_once: int, threads: int, quiet: bool) -> list[dict[str, Any]]:
     """Each network by its own `nearsight train`, some at a time: small maps gain more from processes than from threads."""
     waiting, running, done = list(MEMBERS), dict[Member, Any](), dict[Member, dict[str, Any]]()
-    with _bars(quiet) as bars:
+    with _bars(quiet) as bars, _ending_on_sigterm():
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
@@ -115,7 +116,30 @@ def _train_all(out: Path, epochs: int | None, at_once: int, threads: int, quiet:
         finally:
             for process in running.values():
                 process.terminate()
+            for process in running.values():
+                _wait(process)
     return [done[member] for member in MEMBERS]
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does: not without the networks it has in training."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait(process: Any, seconds: float = 20) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _start(member: Member, out: Path, epochs: int | None, threads: int) -> Any:
