@@ -12,6 +12,7 @@ from nearsight.errors import UserError
 from nearsight.train.config import to_yaml
 from nearsight.train.data.augment import draw, gather, normalise, pad_images
 from nearsight.train.data.decoded import eval_transform, train_transform
+from nearsight.train.preview import preview
 from nearsight.train.schedule import build_optimizer, learning_rates
 from nearsight.train.tasks import config_from, load_config
 from nearsight.train.tasks.classify import create_network
@@ -60,6 +61,19 @@ def test_builds_and_steps(name):
     rates = [lr for _, lr in learning_rates(config, data.batch_size, steps_per_epoch=100)]
     assert max(rates) > rates[-1] >= 0
     assert min(rates) >= 0
+
+
+@pytest.mark.parametrize(
+    "name", ["cifar100/short_resnet26", *(pytest.param(n, marks=pytest.mark.slow) for n in recipes.names())]
+)
+def test_says_what_it_would_do_without_its_data(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NEARSIGHT_DATA", raising=False)
+    facts = preview(load_config(name))
+    assert facts["steps"] > 0
+    assert facts["parameters"] > 100_000
+    assert facts["classes"] == CLASSES.get(name.partition("/")[0], facts["classes"])
+    assert any("data not opened" in note for note in facts["notes"]) == (not name.startswith("digits/"))
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

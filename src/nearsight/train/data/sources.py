@@ -43,6 +43,9 @@ STATISTICS = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
+# Training images and classes of sets that are always the same.
+SIZES = {"cifar10": (50_000, 10), "cifar100": (50_000, 100)}
+
 
 class Split(Protocol):
     """Images that can be asked for by number."""

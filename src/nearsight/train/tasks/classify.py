@@ -17,7 +17,7 @@ from nearsight.train.config import ModelConfig, RunConfig, Section, given
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
-from nearsight.train.data.sources import input_facts, open_source, split_source
+from nearsight.train.data.sources import SIZES, input_facts, open_source, split_source
 from nearsight.train.tasks import Facts, Note
 
 __all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network", "refusals"]
@@ -122,10 +122,12 @@ class Classify:
             source = open_source(data)
             images, classes = source.images, len(source.classes)
         except UserError as error:
-            if data.train_images is None or data.num_classes is None:
+            known_images, known_classes = SIZES.get(data.source, (None, None))
+            stated = (data.train_images or known_images, data.num_classes or known_classes)
+            if stated[0] is None or stated[1] is None:
                 raise
             notes.append(f"data not opened, sizes taken from the recipe: {error}")
-            images, classes = data.train_images, data.num_classes
+            images, classes = stated
         images -= round(images * data.holdout)
         with torch.device("meta"):
             settings = config.model.model_copy(update={"pretrained": False})
