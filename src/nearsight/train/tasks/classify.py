@@ -122,12 +122,11 @@ class Classify:
             source = open_source(data)
             images, classes = source.images, len(source.classes)
         except UserError as error:
-            known_images, known_classes = SIZES.get(data.source, (None, None))
-            stated = (data.train_images or known_images, data.num_classes or known_classes)
-            if stated[0] is None or stated[1] is None:
+            known = SIZES.get(data.source, (0, 0))
+            images, classes = data.train_images or known[0], data.num_classes or known[1]
+            if not (images and classes):
                 raise
             notes.append(f"data not opened, sizes taken from the recipe: {error}")
-            images, classes = stated
         images -= round(images * data.holdout)
         with torch.device("meta"):
             settings = config.model.model_copy(update={"pretrained": False})
