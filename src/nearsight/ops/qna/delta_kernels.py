@@ -96,8 +96,10 @@ def _columns(
     yet divided by the windows' sums.
     """
     for j in tl.static_range(COLS):
+        # No constant, so that Triton compiles what it calls once for all columns.
+        column = tx + j
         table_at, at, value_at, mask_at = column_pointers(
-            scores, values, key_mask, tables, tx + j, x + j, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+            scores, values, key_mask, tables, column, x + j, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
             1, HP, KH, KW, (ROWS - 1) * SY + KH, L, (BIASED + SCALED) * L, MASKED,
         )  # fmt: skip
         for _ in range(one_turn(H)):

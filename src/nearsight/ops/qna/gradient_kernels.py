@@ -64,46 +64,41 @@ def _scatter_taps(
         for l in tl.static_range(L):
             lse = lse + (tl.where(valid, seen[l], float("inf")),)
         for r in tl.static_range(ROWS):
-            if r + LEAD - SY * q >= 0 and r + LEAD - SY * q < KH:
-                weight = tl.zeros_like(s[0])
-                if not STACK:
-                    gv = tl.sum(g[0] * v[r], axis=1)
-                for l in tl.static_range(L):
-                    if STACK:
-                        gv = tl.sum(g[l] * v[r], axis=1)
-                    logit = s[r * L + l]
-                    if BIASED:
-                        logit += b[(r + LEAD - SY * q) * L + l]
-                    if PARTS == 2:
-                        p = tl.exp2((logit - lse[l]) * LOG2E) * seen[L + l]
-                    else:
-                        p = tl.exp2(logit * LOG2E - lse[l])
-                    scaled = p
-                    dlogit = gv
-                    if SCALED:
-                        scaled = p * w[(r + LEAD - SY * q) * L + l]
-                        dlogit = w[(r + LEAD - SY * q) * L + l] * gv
-                    # Of a window with one key p is 1 whatever its logit; the difference would leave a rounding error.
-                    dlogit = tl.zeros_like(p) if LONE else p * (dlogit - delta[l])
-                    ds = ds[: r * L + l] + (ds[r * L + l] + dlogit,) + ds[r * L + l + 1 :]
-                    if BIASED:
-                        db = (
-                            db[: (r + LEAD - SY * q) * L + l]
-                            + (db[(r + LEAD - SY * q) * L + l] + dlogit,)
-                            + db[(r + LEAD - SY * q) * L + l + 1 :]
-                        )
-                    if SCALED:
-                        dw = (
-                            dw[: (r + LEAD - SY * q) * L + l]
-                            + (dw[(r + LEAD - SY * q) * L + l] + p * gv,)
-                            + dw[(r + LEAD - SY * q) * L + l + 1 :]
-                        )
-                    if STACK:
-                        dv = dv[:r] + (dv[r] + scaled[:, None] * g[l],) + dv[r + 1 :]
-                    else:
-                        weight += scaled
-                if not STACK:
-                    dv = dv[:r] + (dv[r] + weight[:, None] * g[0],) + dv[r + 1 :]
+            # Loops of one turn name numbers that are known: Triton visits every name and sign that it reads.
+            for ty in tl.static_range(r + LEAD - SY * q, r + LEAD - SY * q + 1):
+                if ty >= 0 and ty < KH:
+                    weight = tl.zeros_like(s[0])
+                    if not STACK:
+                        gv = tl.sum(g[0] * v[r], axis=1)
+                    for l in tl.static_range(L):
+                        if STACK:
+                            gv = tl.sum(g[l] * v[r], axis=1)
+                        for i in tl.static_range(ty * L + l, ty * L + l + 1):
+                            logit = s[r * L + l]
+                            if BIASED:
+                                logit += b[i]
+                            if PARTS == 2:
+                                p = tl.exp2((logit - lse[l]) * LOG2E) * seen[L + l]
+                            else:
+                                p = tl.exp2(logit * LOG2E - lse[l])
+                            scaled = p
+                            dlogit = gv
+                            if SCALED:
+                                scaled = p * w[i]
+                                dlogit = w[i] * gv
+                            # Of a window with one key p is 1 whatever its logit; the difference would leave a rounding error.
+                            dlogit = tl.zeros_like(p) if LONE else p * (dlogit - delta[l])
+                            ds = ds[: r * L + l] + (ds[r * L + l] + dlogit,) + ds[r * L + l + 1 :]
+                            if BIASED:
+                                db = db[:i] + (db[i] + dlogit,) + db[i + 1 :]
+                            if SCALED:
+                                dw = dw[:i] + (dw[i] + p * gv,) + dw[i + 1 :]
+                            if STACK:
+                                dv = dv[:r] + (dv[r] + scaled[:, None] * g[l],) + dv[r + 1 :]
+                            else:
+                                weight += scaled
+                    if not STACK:
+                        dv = dv[:r] + (dv[r] + weight[:, None] * g[0],) + dv[r + 1 :]
         if SHARE > 0:
             # Taps that no later row of windows meets in this tile: their sums need no registers any more.
             for ty in tl.static_range(KH):
@@ -428,11 +423,12 @@ def backward(
         ds = filled(ROWS * L, zero)
         if UNROLL:
             for tx in tl.static_range(KW):
-                # A column's own sums, so that Triton compiles what it calls once for all columns.
+                # A column's own sums, and its number no constant, so that Triton compiles what it calls once for all columns.
+                column = tx
                 dv, ds, db_column, dw_column = _scatter_column(
-                    dv, ds, db[tx * KH * L : (tx + 1) * KH * L], dw[tx * KH * L : (tx + 1) * KH * L], v, s, tx,
-                    grad_b, lse_b, delta_b, tables, dealt, True, y0 // SY, x + ((KW - 1) // 2 - tx), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS, LONE,
+                    dv, ds, db[tx * KH * L : (tx + 1) * KH * L], dw[tx * KH * L : (tx + 1) * KH * L], v, s, column,
+                    grad_b, lse_b, delta_b, tables, dealt, True, y0 // SY, x + ((KW - 1) // 2 - column), h, channel,
+                    OH, OW, HEADS, HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS, LONE,
                 )  # fmt: skip
                 db = db[: tx * KH * L] + db_column + db[(tx + 1) * KH * L :]
                 dw = dw[: tx * KH * L] + dw_column + dw[(tx + 1) * KH * L :]

@@ -86,8 +86,9 @@ def one_turn(n):
 def for_next_turn(pointers, step):
     """A tuple of pointers for a loop's next turn, which never comes. Alignment must survive."""
     t = ()
+    step *= 16
     for i in tl.static_range(len(pointers)):
-        t = t + (pointers[i] + step * 16,)
+        t = t + (pointers[i] + step,)
     return t
 
 
