@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,28 @@ def test_a_disk_too_full_for_the_log_ends_it_likewise(tmp_path: Path, monkeypatc
     monkeypatch.setattr(trainer.report, "file", SimpleNamespace(close=full, write=print, flush=print))
     with pytest.raises(UserError, match=r"cannot write into .*: the disk is full; the last good .* is .*step-00000003"):
         trainer.fit()
+
+
+def test_tensorboards_thread_keeps_quiet_about_a_full_disk(tmp_path: Path, capsys: Any) -> None:
+    before = threading.excepthook
+    reporter = Reporter(tmp_path, leader=True, total=1, start=0, tensorboard=True, quiet=True)
+
+    def fails(error: Exception) -> str:
+        def run() -> None:
+            raise error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return str(capsys.readouterr().err)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reporter, "excepthook", threading.__excepthook__)  # not pytest's
+        assert fails(OSError(errno.ENOSPC, "No space left on device")) == ""
+        assert "ValueError: ours" in fails(ValueError("ours"))
+        patch.undo()
+    reporter.close()
+    assert threading.excepthook == before
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:

@@ -78,16 +78,14 @@ def test_options_taken_back_do_not_reach_the_hub(tmp_path: Path) -> None:
 
 
 def test_pushing_nowhere_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"push: got 'local-dir:', wanted local-dir:FOLDER or OWNER/NAME\.$"):
+    with pytest.raises(UserError, match=r"got the target 'local-dir:', wanted local-dir:FOLDER or OWNER/NAME\.$"):
         push(run[0], "local-dir:")
 
     def unreachable(*args: Any, **keys: Any) -> None:
         raise ConnectionError("Name or service\nnot known")
 
     monkeypatch.setattr("timm.models._hub.push_to_hf_hub", unreachable)
-    with pytest.raises(
-        UserError, match=r"push: cannot write 'a/b' on the Hugging Face hub \(ConnectionError: Name or ser"
-    ):
+    with pytest.raises(UserError, match=r"cannot push to 'a/b' on the Hugging Face hub \(ConnectionError: Name or ser"):
         push(run[0], "a/b")
 
 

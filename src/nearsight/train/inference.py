@@ -194,7 +194,7 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
     from timm.models import _hub
 
     if target.removeprefix(LOCAL) == "":
-        raise UserError(f"push: got {target!r}, wanted {LOCAL}FOLDER or OWNER/NAME.")
+        raise UserError(f"got the target {target!r}, wanted {LOCAL}FOLDER or OWNER/NAME.")
     network = load_network(path, average=average)
     if hasattr(network.model, "save_pretrained"):
         return _push_transformers(network, target)
@@ -253,7 +253,7 @@ def _hub_refusals(target: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(
-            f"push: cannot write {target!r} on the Hugging Face hub ({reason}); log in with 'hf auth login', or write a "
+            f"cannot push to {target!r} on the Hugging Face hub ({reason}); log in with 'hf auth login', or write a "
             f"folder with {LOCAL}FOLDER."
         ) from error
 

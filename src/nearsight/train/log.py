@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ class Reporter:
                 self.note("TensorBoard is not installed: no curves for it (pip install 'nearsight[train]')")
             else:
                 self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)
+                # It writes in a thread of its own, whose failures come out here a second time, in the run's words.
+                self.excepthook = threading.excepthook
+                threading.excepthook = self._thread_failed
         if not quiet and sys.stderr.isatty():
             self.progress = Progress(
                 TextColumn("epoch {task.fields[epoch]}"),
@@ -73,6 +77,10 @@ class Reporter:
             )
             self.bar = self.progress.add_task("train", total=total, completed=start, epoch="", shown="")
             self.progress.start()
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        if not isinstance(failure.exc_value, OSError):
+            self.excepthook(failure)
 
     def note(self, text: str) -> None:
         """A line for the user."""
@@ -110,3 +118,4 @@ class Reporter:
         if self.writer is not None:
             with contextlib.suppress(OSError):
                 self.writer.close()
+            threading.excepthook = self.excepthook
