@@ -21,7 +21,8 @@ from nearsight.train.data.augment import Draw, cut_out, draw_patches, erase, gat
 from nearsight.train.data.batches import Where, build_batches, plan
 from nearsight.train.data.config import AugmentConfig, DataConfig
 from nearsight.train.data.decoded import materialise
-from nearsight.train.data.sources import PACKAGES, hold_out, open_source
+from nearsight.train.data.sources import PACKAGES, open_source
+from nearsight.train.data.splits import hold_out
 
 CPU = Where(torch.device("cpu"))
 

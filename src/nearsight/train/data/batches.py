@@ -22,7 +22,8 @@ from nearsight.train.data.config import DataConfig
 from nearsight.train.data.decoded import eval_transform, materialise, train_transform
 from nearsight.train.data.images import BadImageError, refuse_bad
 from nearsight.train.data.policy import Policy, apply_policy, draw_policy, fill_of
-from nearsight.train.data.sources import Source, Split
+from nearsight.train.data.sources import Source
+from nearsight.train.data.splits import Split
 from nearsight.train.data.streams import Stream, stream_length
 
 __all__ = [

@@ -20,7 +20,7 @@ from nearsight.folders import cache_folder
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, refuse_bad
 from nearsight.train.data.policy import fill_of, image_policy
-from nearsight.train.data.sources import Split, Subset
+from nearsight.train.data.splits import Split, Subset
 
 __all__ = ["eval_transform", "materialise", "train_transform"]
 

@@ -25,7 +25,8 @@ from nearsight.train.data import coco, voc
 from nearsight.train.data.batches import ON_DEVICE_BYTES, Order, Where, make_loader, read_good, seeded
 from nearsight.train.data.boxes import AnnotatedImages, Objects
 from nearsight.train.data.images import BadImageError, refuse_bad
-from nearsight.train.data.sources import EVALUATION, hold_out
+from nearsight.train.data.sources import EVALUATION
+from nearsight.train.data.splits import hold_out
 
 __all__ = [
     "BoxAugmentConfig",

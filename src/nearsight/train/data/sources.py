@@ -8,19 +8,17 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
 
 from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
-from nearsight.train.data.images import BadImageError, decode, image_mode
+from nearsight.train.data.images import image_mode
+from nearsight.train.data.splits import ArrayImages, FileImages, ParquetImages, ReaderImages, hold_out
 from nearsight.train.data.streams import stream_length
 
-__all__ = ["Source", "Split", "Subset", "hold_out", "input_facts", "open_source", "split_source"]
+__all__ = ["SIZES", "Source", "input_facts", "open_source", "split_source"]
 
 EVALUATION = ("val", "validation", "valid", "test")
 KINDS = (
@@ -47,24 +45,6 @@ STATISTICS = {
 SIZES = {"cifar10": (50_000, 10), "cifar100": (50_000, 100)}
 
 
-class Split(Protocol):
-    """Images that can be asked for by number."""
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """What to call an image when it is damaged."""
-        ...
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """An image and its label, or `BadImageError`."""
-        ...
-
-    def key(self) -> str | None:
-        """A text that changes with the images, for the cache on disk; None when they are not worth caching."""
-        ...
-
-
 class Source(NamedTuple):
     """Train and evaluation split (None: hold out some of train), class names, the pixels' statistics."""
 
@@ -79,116 +59,6 @@ class Source(NamedTuple):
     def images(self) -> int:
         """How many there are to train on."""
         return stream_length(self.train) if self.streamed else len(self.train)
-
-
-class ArrayImages:
-    """Images that are in memory already: uint8 [N, H, W] or [N, H, W, C]."""
-
-    def __init__(self, images: np.ndarray, labels: Sequence[int], mode: str) -> None:
-        self.images, self.labels, self.mode = images, labels, mode
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def name(self, index: int) -> str:
-        return f"image {index}"
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.images[index]).convert(self.mode), int(self.labels[index])
-
-    def key(self) -> str | None:
-        return None
-
-
-class FileImages:
-    """Image files with labels."""
-
-    def __init__(self, files: list[tuple[str, int]], mode: str, max_pixels: int) -> None:
-        self.files, self.mode, self.max_pixels = files, mode, max_pixels
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def name(self, index: int) -> str:
-        return self.files[index][0]
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.files[index]
-        return decode(Path(path), self.mode, self.max_pixels), label
-
-    def key(self) -> str | None:
-        return "\n".join(f"{path} {label} {_stamp(path)}" for path, label in self.files)
-
-
-class ParquetImages:
-    """Encoded images in Parquet files, as Hugging Face writes them; the label's column may be None."""
-
-    def __init__(
-        self, table: Any, columns: tuple[str, str | None], files: list[Path], mode: str, max_pixels: int
-    ) -> None:
-        self.table, (self.image, self.label), self.files = table, columns, files
-        self.mode, self.max_pixels = mode, max_pixels
-
-    def __len__(self) -> int:
-        return int(self.table.num_rows)
-
-    def name(self, index: int) -> str:
-        cell = self.table[self.image][index].as_py()
-        path = cell.get("path") if isinstance(cell, dict) else None
-        return f"row {index} of {self.files[0].name}" + (f" ({path})" if path else "")
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        cell = self.table[self.image][index].as_py()
-        data = cell.get("bytes") if isinstance(cell, dict) else cell
-        if not data:
-            raise BadImageError("no bytes")
-        label = 0 if self.label is None else int(self.table[self.label][index].as_py())
-        return decode(data, self.mode, self.max_pixels), label
-
-    def key(self) -> str | None:
-        files = [f"{path.resolve()} {_stamp(path)}" for path in self.files]
-        # The cache keeps labels too: a set read without them must not stand for one with.
-        return "\n".join(files if self.label is not None else [*files, "no labels"])
-
-
-class ReaderImages:
-    """A timm reader that can be indexed (`hfds/NAME`)."""
-
-    def __init__(self, reader: Any, mode: str, max_pixels: int) -> None:
-        self.reader, self.mode, self.max_pixels = reader, mode, max_pixels
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def name(self, index: int) -> str:
-        return f"image {index}"
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        data, label = self.reader[index]
-        return decode(data, self.mode, self.max_pixels), int(label)
-
-    def key(self) -> str | None:
-        return None
-
-
-class Subset:
-    """Some images of a split."""
-
-    def __init__(self, split: Split, indices: Tensor) -> None:
-        self.split, self.indices = split, indices.tolist()
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def name(self, index: int) -> str:
-        return self.split.name(self.indices[index])
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return self.split.read(self.indices[index])
-
-    def key(self) -> str | None:
-        key = self.split.key()
-        return None if key is None else f"{key}\n{self.indices}"
 
 
 def input_facts(data: DataConfig, source: Source) -> dict[str, Any]:
@@ -485,14 +355,6 @@ def _numbered(data: DataConfig) -> list[str]:
     return [str(n) for n in range(data.num_classes)]
 
 
-def _stamp(path: str | Path) -> str:
-    try:
-        status = os.stat(path)
-    except OSError:  # a link to nowhere; reading it will be told
-        return "missing"
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]:
     """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence."""
     if data.holdout:
@@ -504,10 +366,3 @@ def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]
             f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
         )
     return source.train, source.evaluation
-
-
-def hold_out(split: Split, share: float, seed: int) -> tuple[Subset, Subset]:
-    """(train, held out): a random share of a split, the same for the same seed."""
-    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))
-    count = max(1, round(share * len(split)))
-    return Subset(split, order[count:].sort().values), Subset(split, order[:count].sort().values)
