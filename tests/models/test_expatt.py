@@ -309,31 +309,3 @@ def test_features_of_a_pruned_backbone():
     model = timm.create_model("expatt_mobilenetv2_100", features_only=True, out_indices=(2, 4))
     maps = model.eval()(torch.randn(1, 3, 33, 64))
     assert [tuple(m.shape[1:]) for m in maps] == [(32, 5, 8), (320, 2, 2)]
-
-
-@pytest.mark.slow
-def test_nano_learns_the_digits():
-    """At least 97 % on held-out digits after twelve epochs."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    digits = datasets.load_digits()
-    x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-    y = torch.tensor(digits.target)
-    torch.manual_seed(0)
-    order = torch.randperm(len(x))
-    train, test = order[:1437], order[1437:]
-    model = timm.create_model("expatt_resnet_nano", in_chans=1)
-    epochs, batch = 12, 64
-    steps = epochs * (len(train) // batch)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps + 1)
-    for _ in range(epochs):
-        shuffled = train[torch.randperm(len(train))]
-        for i in range(0, len(train) - batch + 1, batch):
-            picked = shuffled[i : i + batch]
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[picked]), y[picked]).backward()
-            optimizer.step()
-            schedule.step()
-    model.eval()
-    with torch.no_grad():
-        assert (model(x[test]).argmax(1) == y[test]).float().mean() >= 0.97

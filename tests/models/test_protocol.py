@@ -16,7 +16,7 @@ from timm.models._manipulate import group_with_matcher
 
 from nearsight.models.flops import count_parameters
 from tests.models.zoo import NAMES, NANO, NUMBERS, SIZE_OF, awake, images, meta
-from tests.support.digits import train_on_digits
+from tests.support.digits import learn_digits, train_on_digits
 
 SIZES = [(32, 32), (33, 33), (47, 91), (224, 224), (225, 225), (256, 192)]
 
@@ -150,6 +150,8 @@ def test_layer_groups_cover_every_parameter_in_order(skeleton):
         assert set(layer_of) == {key for key, _ in model.named_parameters()}
         ids = sorted(set(layer_of.values()))
         assert ids == list(range(len(ids)))
+        along = [layer_of[key] for key, _ in model.named_parameters()]
+        assert along == sorted(along)
         head = model.pretrained_cfg["classifier"]
         firsts = model.pretrained_cfg["first_conv"]
         first = firsts[0] if isinstance(firsts, tuple | list) else firsts
@@ -348,6 +350,12 @@ def test_thirty_steps_bring_the_loss_below_a_third(name):
     model = timm.create_model(name, num_classes=10, in_chans=1)
     losses = train_on_digits(model, torch.optim.AdamW(model.parameters(), lr=3e-3), 31)
     assert losses[-1] < losses[0] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "epochs"), [(name, 20 if name.startswith("qna") else 10) for name in NANO])
+def test_learns_the_digits(name, epochs):
+    assert learn_digits(timm.create_model(name, num_classes=10, in_chans=1), epochs) >= 0.97
 
 
 # ── The protocol itself ──

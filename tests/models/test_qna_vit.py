@@ -210,34 +210,6 @@ def test_norm_formats_and_pruning():
     assert len(model.stages) == 2
 
 
-@pytest.mark.slow
-def test_nano_reaches_97_percent_on_digits():
-    datasets = pytest.importorskip("sklearn.datasets")
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    x, y = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    train, test = order[360:], order[:360]
-    assert digits_accuracy(x[train], y[train], x[test], y[test], epochs=20) >= 0.97
-
-
-def digits_accuracy(x, y, x_test, y_test, epochs, batch=64):
-    torch.manual_seed(0)
-    model = timm.create_model("qna_vit_nano", in_chans=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs * (len(y) // batch))
-    for _ in range(epochs):
-        for rows in torch.randperm(len(y)).split(batch):
-            if len(rows) < batch:
-                continue
-            loss = torch.nn.functional.cross_entropy(model(x[rows]), y[rows], label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        return (model.eval()(x_test).argmax(1) == y_test).float().mean().item()
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

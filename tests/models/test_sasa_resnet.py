@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from sklearn.datasets import load_digits
 from timm.models import group_parameters
 from torch.nn import functional as F
 
@@ -313,31 +312,6 @@ def test_initialisation_keeps_the_layers_own():
     assert model.conv1.v.weight.std().item() == pytest.approx(3**-0.5, rel=0.15)
     assert model.layer1[0].bn3.weight.eq(0).all()
     assert build().layer1[0].bn3.weight.eq(1).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sasa_resnet_nano", "resnet_nano"])
-def test_learns_the_digits(name):
-    digits = load_digits()
-    x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-    y = torch.tensor(digits.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    model = build(name, in_chans=1)
-    epochs, batch = 8, 32
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs * (len(train) // batch), pct_start=0.2)
-    for _ in range(epochs):
-        model.train()
-        for chosen in train[torch.randperm(len(train))][: len(train) // batch * batch].split(batch):
-            loss = F.cross_entropy(model(x[chosen]), y[chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    model.eval()
-    with torch.no_grad():
-        assert (model(x[test]).argmax(1) == y[test]).float().mean() >= 0.97
 
 
 def test_exports_for_every_size():
