@@ -12,8 +12,10 @@ __all__ = ["Geometry", "chunk_of", "geometry", "heads_apart", "images_ahead", "l
 # Of a multiprocessor, and a grid's second axis.
 REGISTERS = 65536
 MOST_PROGRAMS = 65535
-# One warp each.
+# Programs of one warp each that a multiprocessor runs at a time.
 MOST_AT_ONCE = 32
+# Neighbouring tiles: measured for so many.
+LARGEST_CHUNK = 16
 # All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
 UNROLLED_SUMS = 18
 
@@ -115,13 +117,18 @@ def _at_once(g: Geometry, multiprocessors: int) -> int:
 
 
 def images_ahead(g: Geometry, programs: int, multiprocessors: int) -> int:
-    """How many images further the programs are that start when those that run now end, `programs` to an image."""
+    """How many images further the programs are that start when those that run now end, `programs` to an image.
+
+    >>> images_ahead(Geometry(32, 4, 1, True, 128), programs=14 * 14, multiprocessors=132)
+    11
+    """
     return -(-_at_once(g, multiprocessors) // programs)
 
 
-LARGEST_CHUNK = 16
-
-
 def chunk_of(steps: int) -> int:
-    """How many neighbouring tiles a program of the backward takes at a time: a power of two that divides its steps."""
+    """How many neighbouring tiles a program of the backward takes at a time: a power of two that divides its steps.
+
+    >>> [chunk_of(steps) for steps in (16, 12, 7)]
+    [16, 4, 1]
+    """
     return min(steps & -steps, LARGEST_CHUNK)

@@ -32,6 +32,7 @@ from nearsight.ops.qna.lanes import (
     store_channels,
     table_pointers,
 )
+from nearsight.ops.qna.shares import deal, dealt_place, store_sums
 
 __all__ = ["backward"]
 
@@ -108,7 +109,7 @@ def _scatter_taps(
                         mine = mine + db[ty * L : (ty + 1) * L]
                     if SCALED:
                         mine = mine + dw[ty * L : (ty + 1) * L]
-                    share = _deal(mine, HB, N)
+                    share = deal(mine, HB, N)
                     for i in tl.static_range(SHARE):
                         tl.store(sum_at[ty * SHARE + i], share[i] + old[ty * SHARE + i])
     return dv, ds, db, dw
@@ -222,110 +223,6 @@ def _store_tile(
         dv_at = for_next_turn(dv_at, H)
 
 
-@triton.jit
-def _add_further(totals, t, other, N: tl.constexpr):
-    """The tiles' totals so far and what the `other` lanes have, those that are there."""
-    sums = ()
-    for i in tl.static_range(len(t)):
-        part = tl.gather(t[i], tl.minimum(other, N - 1), 0)
-        sums = sums + (totals[i] + tl.where(other < N, part, 0.0),)
-    return sums
-
-
-@triton.jit
-def _add_heads(t, HEADS, HB: tl.constexpr, N: tl.constexpr):
-    """The first HEADS lanes of each tile receive the sum over all lanes of their head, in a fixed order.
-
-    Lanes HB apart have the same head; if HB is 0, HEADS apart, and the compiler cannot know how far that is.
-    """
-    lane = tl.arange(0, N)
-    totals = t
-    if HB == 0:
-        for k in range(1, tl.cdiv(N, HEADS)):
-            totals = _add_further(totals, t, lane + k * HEADS, N)
-    else:
-        for k in tl.static_range(8):
-            if HB << k < N:
-                sums = ()
-                for i in tl.static_range(len(t)):
-                    sums = sums + (totals[i] + tl.gather(totals[i], (lane + (HB << k)) % N, 0),)
-                totals = sums
-    return totals
-
-
-@triton.jit
-def _deal(t, HB: tl.constexpr, N: tl.constexpr):
-    """Sum each tile over the lanes of a head, HB apart, and deal the sums out: each lane is left with its share of them.
-
-    A round halves what a lane has: it sends one half to the lane HB, 2·HB, … away and adds what comes to the other. Half the
-    exchanges of sums that every lane has, and each number is stored once. `_dealt_place` says whose are whose.
-    """
-    lane = tl.arange(0, N)
-    for k in tl.static_range(8):
-        if HB << k < N:
-            other = lane ^ (HB << k)
-            sums = ()
-            if len(t) > 1:
-                upper = (lane & (HB << k)) != 0
-                for i in tl.static_range(len(t) // 2):
-                    kept = tl.where(upper, t[len(t) // 2 + i], t[i])
-                    sums = sums + (kept + tl.gather(tl.where(upper, t[i], t[len(t) // 2 + i]), other, 0),)
-            else:
-                sums = (t[0] + tl.gather(t[0], other, 0),)
-            t = sums
-    return t
-
-
-@triton.jit
-def _dealt_place(HB: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
-    """Of G tiles the first that each lane has the sum of, as `_deal` leaves them."""
-    lane = tl.arange(0, N)
-    place = lane * 0
-    for k in tl.static_range(8):
-        if HB << k < N and G >> (k + 1) > 0:
-            place += tl.where((lane & (HB << k)) != 0, G >> (k + 1), 0)
-    return place
-
-
-@triton.jit
-def _store_sums(
-    partial, sums, tx, owner, owners, again, HEADS, HB: tl.constexpr, N: tl.constexpr, TABLES: tl.constexpr,
-    COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, ADD: tl.constexpr, EVERY: tl.constexpr,
-):  # fmt: skip
-    """Sum the entries (table, j, ty, l) of `sums` over the lanes of a head and store them as columns tx … of the tables.
-
-    The first `owners` lanes store, each for its head `owner`. With ADD, the first `again` stored there before and add to it; all
-    loads come before any store, since the compiler cannot know that an entry's store leaves the next one's load alone. EVERY lane
-    may store where all lanes of a head have its sum: the same number to the same place, and no branch.
-    """
-    lane = tl.arange(0, N)
-    at = ()
-    for t in tl.static_range(TABLES):
-        for j in tl.static_range(COLS):
-            for ty in tl.static_range(KH):
-                for l in tl.static_range(L):
-                    at = at + (partial + owner + (((t * KH + ty) * KW + tx + j) * L + l) * HEADS,)
-    old = sums
-    load_at = at
-    if ADD:
-        for _ in range(one_turn(HEADS)):
-            old = ()
-            for i in tl.static_range(len(at)):
-                old = old + (tl.load(load_at[i], mask=lane < again, other=0.0),)
-            load_at = for_next_turn(load_at, HEADS)
-    totals = _add_heads(sums, HEADS, HB, N)
-    for _ in range(one_turn(HEADS)):
-        for i in tl.static_range(len(at)):
-            total = totals[i]
-            if ADD:
-                total += old[i]
-            if EVERY:
-                tl.store(at[i], total)
-            else:
-                tl.store(at[i], total, mask=lane < owners)
-        at = for_next_turn(at, HEADS)
-
-
 @triton.jit(
     do_not_specialize=[
         "H", "W", "OH", "OW", "HEADS", "ss_b", "ss_y", "ss_x", "vs_b", "vs_y", "vs_x", "ms_b", "ms_y", "ms_x",
@@ -380,7 +277,7 @@ def backward(
     # Where the tables' sums are dealt out each lane's share begins here: (t, l) of the tap (0, 0).
     dealt = dbias + owner
     if SHARE > 0:
-        place = _dealt_place(HB, N, (BIASED + SCALED) * L)
+        place = dealt_place(HB, N, (BIASED + SCALED) * L)
         dealt += (place // L * (KH * KW * L) + place % L) * HEADS
     db = filled(KH * L * cols, zero)
     dw = filled(KH * L * cols, zero)
@@ -447,11 +344,11 @@ def backward(
                 if SHARE > 0:
                     pass
                 elif BIASED and SCALED:
-                    _store_sums(dbias, db + dw, tx, owner, owners, again, HEADS, HB, N, 2, 1, KH, KW, L, True, every)
+                    store_sums(dbias, db + dw, tx, owner, owners, again, HEADS, HB, N, 2, 1, KH, KW, L, True, every)
                 elif BIASED:
-                    _store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
+                    store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
                 elif SCALED:
-                    _store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
+                    store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
             # One lane stores what several load for the next tile; what is dealt out, each lane stores for itself.
             if SHARE == 0:
                 tl.debug_barrier()
@@ -461,6 +358,6 @@ def backward(
         y0 = next_y
     if UNROLL:
         if BIASED:
-            _store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
+            store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
         if SCALED:
-            _store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
+            store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
