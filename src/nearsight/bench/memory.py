@@ -43,6 +43,8 @@ def _cuda(call: Callable[[], object], device: torch.device) -> int:
 def _cpu(call: Callable[[], object]) -> int:
     # Read when the profiler first starts; below this it writes a line to stderr at every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Else garbage of before might be freed meanwhile, and the allocator complain that it does not know it.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
     del result
