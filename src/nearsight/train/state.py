@@ -22,8 +22,10 @@ from nearsight.errors import UserError
 __all__ = ["load_model", "load_optimizer", "load_random", "model_state", "optimizer_state", "random_state"]
 
 SEPARATOR = "|"
-# Settings of an optimiser's group that come from the config or the device; what else a group has may be gathered on the way.
-SETTINGS = ("weight_decay", "momentum", "betas", "eps", "lr_scale", "capturable", "foreach", "fused")
+# Settings of an optimiser's group that come from the config; what else a group has may be gathered on the way.
+SETTINGS = ("weight_decay", "momentum", "betas", "eps", "lr_scale")
+# How it works on a device, not what it learns; where its counts of steps lie follows from that.
+FORMS = ("capturable", "foreach", "fused")
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -87,7 +89,10 @@ def load_optimizer(
     for key, value in sorted([*tensors.items(), *values["plain"].items()], key=lambda item: item[0]):
         parameter, _, slot = key.rpartition(SEPARATOR)
         state.setdefault(parameter, {})[slot] = value
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in values["groups"]]
+    forms = {key: value for key, value in optimizer.defaults.items() if key in FORMS}
+    groups = [
+        {k: tuple(v) if k == "betas" else forms.get(k, v) for k, v in group.items()} for group in values["groups"]
+    ]
     whole: Any = {"state": state, "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
     for group, mine in zip(optimizer.param_groups, own, strict=True):
