@@ -127,12 +127,14 @@ def attend(q, k, v, rel_row, rel_col, mask, **options):
     [((3, 5), FLOAT, 6, True), ((3, 5), BFLOAT, 8, True), ((3, 2), BFLOAT, 16, False), ((12, 1), FLOAT, 6, True)],
 )
 def test_local(window, dtype, dim, content):
+    """A table of one tap is set to zero after the launches: such classes of calls are not replayed."""
+
     def make():
         q, k, v = torch.randn(3, 1, 3, 5, 2, dim).to(dtype)
         rows, columns = (torch.randn(n, dim // 2).to(dtype) for n in window)
         return q, k if content else None, v, rows, columns, torch.rand(1, 3, 5) < 0.8
 
-    compare(attend, make, window=window)
+    compare(attend, make, replays=min(window) > 1, window=window)
 
 
 @interpreted
