@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,16 +126,26 @@ def next_power_of_two(n: int) -> int:
 # More threads than this only wait for each other: the first tenth of a kernel's compilation is Python's.
 COMPILER_THREADS = 8
 
-_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("nearsight_compiling", default=False)
+# The kernels to compile, while launches only say which.
+_waiting: contextvars.ContextVar[list[_Kernel] | None] = contextvars.ContextVar("nearsight_waiting", default=None)
 _compiled: set[Hashable] = set()
+
+
+class _Kernel(NamedTuple):
+    """A kernel to compile: how long its text is, and what compiles it."""
+
+    size: int
+    compile: Callable[[], object]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """`kernel[grid](*arguments, **constants)`; within `compile_together` the kernel is only compiled, in another thread."""
-    if _compiling.get():
-        kernel.warmup(*arguments, grid=grid, **constants)
-    else:
+    waiting = _waiting.get()
+    if waiting is None:
         launching.launch(kernel, grid, arguments, constants)
+    else:
+        compilation = functools.partial(kernel.warmup, *arguments, grid=grid, **constants)
+        waiting.append(_Kernel(len(kernel.src), compilation))
 
 
 def compile_together(key: Hashable, launches: Callable[[], None]) -> None:
@@ -157,18 +167,24 @@ def compile_together(key: Hashable, launches: Callable[[], None]) -> None:
 def _compile(launches: Callable[[], None]) -> None:
     import triton
 
-    _compiling.set(True)
+    waiting: list[_Kernel] = []
+    _waiting.set(waiting)
+    launches()
+    # Triton's Python takes one after the other; what follows it takes longest for the longest.
+    waiting.sort(key=lambda kernel: kernel.size, reverse=True)
     loader = _Loader(torch.cuda.current_device())
     with _without_collections(), loader as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         # What Triton does once per process, one after the other: a checksum of itself, and a run of the C compiler.
         with _meanwhile(_triton_key):
             triton.runtime.driver.active  # noqa: B018
-        launches()
+        for kernel in waiting:
+            kernel.compile()
     if pool.failed:
         # Once more, one after the other: what only the threads got wrong is mended, and an error of the kernel's own comes
         # again, and is shown, where it is launched.
         with contextlib.suppress(Exception):
-            launches()
+            for kernel in waiting:
+                kernel.compile()
 
 
 @contextlib.contextmanager
@@ -208,8 +224,11 @@ class _Loader(ThreadPoolExecutor):
     def __init__(self, device: int) -> None:
         super().__init__(min(COMPILER_THREADS, os.cpu_count() or 1), "nearsight-compiler")
         self.device, self.failed = device, False
+        self.python = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        _take_turns(fn, self.python)
+
         def load() -> Any:
             try:
                 with _meanwhile(_make_launcher, fn):
@@ -224,6 +243,27 @@ class _Loader(ThreadPoolExecutor):
         return super().submit(load)
 
 
+def _source(compilation: Callable[..., Any]) -> Any:
+    """What is compiled, as Triton's own function for it knows it."""
+    return inspect.getclosurevars(compilation).nonlocals["src"]
+
+
+def _take_turns(compilation: Callable[..., Any], turn: threading.Lock) -> None:
+    """Have Triton's Python, which no two threads can run at a time, finish a kernel before it goes to the next.
+
+    Otherwise all are done with it at the same time, and all that needs no Python comes after that.
+    """
+    with contextlib.suppress(Exception):
+        source = _source(compilation)
+
+        def make_ir(*arguments: Any, **options: Any) -> Any:
+            with turn:
+                del source.make_ir  # the class has its own
+                return source.make_ir(*arguments, **options)
+
+        source.make_ir = make_ir
+
+
 def _make_launcher(compilation: Callable[..., Any]) -> None:
     """Have the C compiler make the launcher that some versions of Triton have for every signature.
 
@@ -233,7 +273,7 @@ def _make_launcher(compilation: Callable[..., Any]) -> None:
     with contextlib.suppress(Exception):
         from triton.runtime import driver
 
-        source = inspect.getclosurevars(compilation).nonlocals["src"]
+        source = _source(compilation)
         kind = driver.active.launcher_cls
         # A descriptor's launcher depends on what the compilation chooses.
         described = any(str(each).startswith("tensordesc") for each in source.signature.values())

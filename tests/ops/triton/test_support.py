@@ -4,6 +4,7 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -80,10 +81,56 @@ def test_a_launcher_is_made_while_its_kernel_is_compiled(monkeypatch, kind, make
 def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
     """A search walks all objects that torch has, several times in a first call."""
     during, before = [], gc.isenabled()
+    kernel = types.SimpleNamespace(src="", warmup=lambda grid: during.append(gc.isenabled()))
     (gc.enable if collects else gc.disable)()
     try:
-        triton_support.compile_together("nothing", lambda: during.append(gc.isenabled()))
+        triton_support.compile_together("nothing", lambda: triton_support.launch(kernel, (1,)))
         assert during == [False]
         assert gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_the_longest_kernel_is_compiled_first(driver):
+    """What follows Triton's Python takes longest for it."""
+    order = []
+
+    def launches():
+        for length in (3, 5, 1):
+            kernel = types.SimpleNamespace(src="x" * length, warmup=lambda n, grid: order.append((n, grid)))
+            triton_support.launch(kernel, (length,), length)
+
+    triton_support.compile_together("three", launches)
+    assert order == [(5, (5,)), (3, (3,)), (1, (1,))]
+
+
+def test_the_python_of_two_compilations_takes_turns(monkeypatch):
+    """Then the first is done with it early, and what it needs no Python for runs beside the second's."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(triton_support.os, "cpu_count", lambda: 4)
+    inside, seen, turns, passed = [], [], [], threading.Barrier(3)
+
+    class Source:
+        def make_ir(self, name):
+            inside.append(name)
+            time.sleep(0.05)
+            seen.append(list(inside))
+            inside.remove(name)
+            turns.append(name)
+
+    def compilation(name):
+        src = Source()
+
+        def compile_kernel():
+            src.make_ir(name)
+            passed.wait(30)  # all are here at a time: what follows runs side by side
+            assert "make_ir" not in vars(src)
+            return types.SimpleNamespace(run=None)
+
+        return compile_kernel
+
+    with triton_support._Loader(0) as pool:
+        for future in [pool.submit(compilation(name)) for name in "abc"]:
+            future.result()
+    assert sorted(turns) == ["a", "b", "c"]
+    assert all(len(names) == 1 for names in seen)
