@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import nearsight
 from nearsight import AttentionAugmentedConv2d, ExplicitAugmentedConv2d
+from nearsight.layers import relative_attention
 from nearsight.layers.augmented import attention_width, key_width
 from nearsight.layers.relative_attention import RelativeAttention2d, resize_table
 from tests.support.largest import LargestTensor
@@ -64,6 +65,20 @@ def test_relative_attention_is_the_equation(size: tuple[int, int], per_head_posi
     torch.testing.assert_close(layer(x), by_pixels(layer, x), atol=1e-12, rtol=1e-10)
     x = x.masked_fill(~mask[:, None], 0.0)
     torch.testing.assert_close(layer(x, mask), by_pixels(layer, x, mask), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_no_position_is_steep_enough_to_reach_a_masked_pixel(monkeypatch, by_rows: bool):
+    """Position logits of several hundred, those of masked pixels often the largest."""
+    monkeypatch.setattr(relative_attention, "LARGE", 1 if by_rows else 10**9)
+    layer = attention().double()
+    with torch.no_grad():
+        layer.rel_row.mul_(300)
+        layer.rel_col.mul_(300)
+    x, mask = torch.randn(2, 6, 4, 6, dtype=torch.float64), torch.rand(2, 4, 6) > 0.5
+    assert max(t.abs().max() for t in layer.position_logits(layer.project(x)[0])) > 300
+    x = x.masked_fill(~mask[:, None], 0.0)
+    torch.testing.assert_close(layer(x, mask), by_pixels(layer, x, mask), atol=1e-10, rtol=1e-8)
 
 
 def test_swapped_tables_are_noticed():
