@@ -3,7 +3,12 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    # A Triton built for other GPUs alone, on which nothing is launched early.
+    gdc_launch_dependents = gdc_wait = None
 
 __all__ = ["begin"]
 
