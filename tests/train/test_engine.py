@@ -261,6 +261,10 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_keeps_its_own(tmp_path: P
 def test_steps_counted_anew_do_not_fall_behind_the_old_ones(tmp_path: Path) -> None:
     fit(small(train={"max_steps": 6}), tmp_path, quiet=True)
     larger = small(data={"batch_size": 128}, checkpoint={"keep": 1}, train={"max_steps": 4})
+    Trainer(larger, tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True).report.close()
+    # Ended here, it would go on from here.
+    now = checkpoints.find(tmp_path, which="last")
+    assert (now.step, now.state["images_per_step"]) == (3, 128)
     result = fit(larger, tmp_path, resume=tmp_path, quiet=True)
     assert checkpoints.listed(tmp_path) == [result.checkpoint]
     assert checkpoints.find(tmp_path, which="last").step == 4
