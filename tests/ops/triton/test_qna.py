@@ -256,7 +256,7 @@ def test_loops_carry_every_pointer(kernel, masked):
     """Triton's coalescing pass walks nearly the whole program for any other: a network's first step then takes minutes.
 
     Compiled for a GPU that need not be here; once masked and as in float32, so that every load is in it, once with exponentials
-    per pixel.
+    per pixel. Nor may anything be read before the kernel has waited for the one before.
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -280,9 +280,14 @@ def test_loops_carry_every_pointer(kernel, masked):
         signature[name] = "constexpr" if name in constants else "i32" if number else pointer
     taken = {name: value for name, value in constants.items() if name in signature}
     source = ASTSource(fn=function, signature=signature, constexprs=taken)
-    program = triton.compile(
+    compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": True}
-    ).asm["ttir"]
+    )
+    program, machine = compiled.asm["ttir"], compiled.asm["ptx"]
+    touched = [machine.find(each) for each in ("ld.global", "st.global", "prefetch.global")]
+    assert machine.index("griddepcontrol.wait") < min(place for place in touched if place >= 0), (
+        "a load that does not wait"
+    )
     carried = re.findall(r"(%[\w.#-]+) = ", " ".join(re.findall(r"iter_args\((.*?)\) ->", program)))
     pointers = re.findall(r"tt\.(?:load|store) (%[\w.#-]+)", program)
     assert len(pointers) > 30

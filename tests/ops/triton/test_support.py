@@ -134,3 +134,14 @@ def test_the_python_of_two_compilations_takes_turns(monkeypatch):
             future.result()
     assert sorted(turns) == ["a", "b", "c"]
     assert all(len(names) == 1 for names in seen)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "early"), [("cpu", (9, 0), 0), ("cuda", (8, 9), 0), ("cuda", (9, 0), 1)]
+)
+def test_kernels_start_early_where_the_gpu_can(monkeypatch, device, capability, early):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_support, "_capability", lambda index: capability)
+    wanted = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    assert triton_support.early_launch(torch.device(device)) == wanted
