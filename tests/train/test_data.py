@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from nearsight.train.data.config import AugmentConfig, DataConfig
 from nearsight.train.data.decoded import materialise
 from nearsight.train.data.sources import PACKAGES, open_source
 from nearsight.train.data.splits import hold_out
+from nearsight.train.data.streams import Stream, stream_length
 
 CPU = Where(torch.device("cpu"))
 
@@ -541,3 +544,25 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert torch.equal(next(batches(data).epoch(0)).images, first)
+
+
+def test_a_stream_of_decoded_images() -> None:
+    """As TensorFlow's reader gives them: it decodes by itself, and repeats its last image where processes have unequal shares."""
+    passes = []
+
+    class Reader:
+        num_samples = 3
+
+        def __iter__(self) -> Any:
+            passes.append(1)
+            pairs = [(picture(i), np.int64(i)) for i in range(3)]
+            yield from [*pairs, pairs[-1], pairs[-1]]
+
+    dataset = SimpleNamespace(reader=Reader())
+    assert stream_length(dataset) == 3
+    data = settings("digits", channels=1)
+    once = list(Stream(dataset, lambda image: image.mode, data, training=False))
+    assert once == [("L", i, True, []) for i in range(3)]
+    on_and_on = Stream(dataset, lambda image: image.mode, data, training=True)
+    assert [label for _, label, _, _ in itertools.islice(on_and_on, 7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert len(passes) == 4

@@ -95,7 +95,11 @@ def _undecoded(reader: Any) -> Iterator[tuple[Any, Any]]:
             _open_wds(reader)
         yield from ((sample["image"], sample["target"]) for sample in reader.ds)
     else:
-        yield from reader
+        last = None
+        for found, label in reader:
+            if found is not last:  # TensorFlow's fills a process's share up with its last image again
+                yield found, label
+            last = found
 
 
 def _open_hfids(reader: Any) -> None:
