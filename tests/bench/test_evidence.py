@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nearsight import recipes
+from nearsight.train.config import given
 from nearsight.train.tasks import load_config
+from nearsight.train.tasks.classify import create_network
 
 ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "benchmarks").is_dir():
@@ -38,10 +42,16 @@ def test_rows_are_valid_runs(row: Any) -> None:
         first: Any = load_config(other.recipe, list(other.set))
         for section in ("schedule", "loss", "train", "data"):
             assert getattr(config, section) == getattr(first, section), section
-        # Attention has weights that convolution has not, and they may have a rate of their own.
-        assert config.optimizer.model_copy(update={"lr_scale": {}}) == first.optimizer.model_copy(
-            update={"lr_scale": {}}
-        )
+        # Attention has weights that convolution has not, and they may have a rate and a decay of their own.
+        free: dict[str, Any] = {"lr_scale": {}, "decay_scale": {}}
+        assert config.optimizer.model_copy(update=free) == first.optimizer.model_copy(update=free)
+    scales = given({**config.optimizer.lr_scale, **config.optimizer.decay_scale})
+    assert set(scales) <= {"*.rel_*", "*.qkv.weight", "*.key_weight", "*.query", "*.tap_scale_weight"}
+    if config.task == "classify" and scales:
+        with torch.device("meta"):
+            names = [name for name, _ in create_network(config.model, num_classes=10, in_chans=3).named_parameters()]
+        for pattern in scales:
+            assert fnmatch.filter(names, pattern), pattern
 
 
 @pytest.mark.parametrize("key", ["detect/bccd", "faces/qna"])

@@ -107,7 +107,7 @@ def test_expatt_restarts_where_the_paper_says():
 def test_extends_is_laid_under():
     short, sasa = (load_config(f"cifar10/short_{n}resnet26") for n in ("", "sasa_"))
     assert sasa.data == short.data
-    assert sasa.model.options == {"stem": "cifar", "stages": "aaaa"}
+    assert sasa.model.options == {"stem": "cifar", "stages": "aaaa", "per_head_position": True}
 
 
 def test_unknown_names_and_circles_are_one_sentence(tmp_path):
