@@ -118,9 +118,11 @@ def test_the_average_follows_the_weights(tmp_path: Path) -> None:
 
 
 def test_bfloat16_runs_and_half_is_refused_on_a_cpu(tmp_path: Path) -> None:
-    result = fit(small(train={"precision": "bf16", "max_steps": 2, "deterministic": False}), tmp_path / "a", quiet=True)
+    # Not the small network: torch leaves taps of a bfloat16 gradient unwritten where a strided convolution meets a 1×1 map.
+    keys = {"precision": "bf16", "max_steps": 2, "deterministic": False}
+    result = fit(plain(train=keys), tmp_path / "a", quiet=True)
     assert all(loss == loss for loss in result.losses)
-    assert weights(tmp_path / "a")["conv1.0.weight"].dtype == torch.float32
+    assert weights(tmp_path / "a")["patch_embed.proj.weight"].dtype == torch.float32
     with pytest.raises(UserError, match=r"train\.precision: got fp16 on a CPU, wanted bf16 or fp32"):
         fit(small(train={"precision": "fp16"}), tmp_path / "b", quiet=True)
 
