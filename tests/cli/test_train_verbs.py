@@ -98,6 +98,11 @@ def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
         (["train", "digits/sasa_nano", "optimizer.lrr=1"], "unknown key optimizer.lrr (the nearest is optimizer.lr)"),
         (["train", "--resume", "nowhere"], "no run or checkpoint at 'nowhere'"),
         (["eval", "nowhere"], "nearsight eval: no run or checkpoint at 'nowhere'."),
+        (
+            ["eval", "qna_vit_nano.cifar"],
+            "no run or checkpoint at 'qna_vit_nano.cifar'. Did you mean 'qna_vit_nano.cifar10'?",
+        ),
+        (["predict", "nowhere.JPG"], "nearsight predict: no image file 'nowhere.JPG'."),
         (["predict", "weights.pth", "x.png"], "is a pickled file, which nearsight never opens"),
     ],
 )

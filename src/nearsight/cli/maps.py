@@ -160,6 +160,10 @@ def _of_image(
         content="parts" in wanted,
         kernels="kernels" in wanted,
     )
+    most = max(one.heads for one in found.values())
+    beyond = next((head for head in heads or [] if head >= most), None)
+    if beyond is not None:
+        raise UserError(f"--heads: got {beyond}, wanted 0 to {most - 1}: no layer drawn here has more.")
     for layer, one in found.items():
         if "received" in wanted:
             yield Made("received", layer, name, None, figures.draw_received(picture, one, heads))

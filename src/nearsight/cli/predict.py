@@ -117,11 +117,15 @@ def _detect(network: Any, images: list[Path], threshold: float, out: Path | None
 
 def _or_default(path: Path, images: list[Path]) -> tuple[Path, list[Path]]:
     """The network that ships, where the first word is an image already."""
+    from PIL.Image import registered_extensions
+
     from nearsight.train.checkpoints import PICKLED
     from nearsight.weights import DEFAULT
 
     if path.is_file() and path.suffix not in PICKLED:
         return Path(DEFAULT), [path, *images]
+    if not path.exists() and path.suffix.lower() in registered_extensions():
+        raise UserError(f"no image file {str(path)!r}.")
     return path, images
 
 

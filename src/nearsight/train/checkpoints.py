@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from nearsight import weights
-from nearsight.errors import UserError
+from nearsight.errors import UserError, nearest
 
 __all__ = [
     "Checkpoint",
@@ -220,7 +220,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not folder.is_dir():
         shipped = weights.names()
         offer = f" Networks that come with nearsight: {', '.join(shipped)}." if shipped else ""
-        raise UserError(f"no run or checkpoint at {str(folder)!r}.{offer}")
+        near = nearest(str(path), shipped, cutoff=0.8)
+        raise UserError(f"no run or checkpoint at {str(folder)!r}." + (f" Did you mean {near!r}?" if near else offer))
     return Checkpoint(folder, _read_state(folder))
 
 

@@ -36,10 +36,27 @@ def compare(inputs, window, **options):
     assert_by_error_rule(run("triton"), run("reference"), on_gpu(inputs))
 
 
+def random_call(seed):
+    """Inputs and window of a call whose sizes nobody chose."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    size, window = (pick(1, 40), pick(1, 40)), (pick(1, 11), pick(1, 11))
+    change = {"tables": ("shared", "heads", "column")[pick(0, 2)], "mask": (None, 0.6)[seed % 2]}
+    return make((FLOAT, BFLOAT, HALF)[seed % 3], size, 2, pick(1, 6), 2 * pick(2, 20), window, **change), window
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
 @pytest.mark.parametrize(("size", "heads", "dim", "window"), CASES)
 def test_error_rule(dtype, size, heads, dim, window):
     compare(make(dtype, size, 2, heads, dim, window), window)
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_random_rectangles(seed):
+    compare(*random_call(seed))
 
 
 @pytest.mark.parametrize(
