@@ -83,8 +83,10 @@ def test_by_name_and_by_default(shipped: Path, tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(weights, "DEFAULT", "net.digits")
     assert weights.names() == ["net.digits"]
     assert weights.file("net.digits") == str(shipped / "model.safetensors")
-    with pytest.raises(UserError, match=r"Networks that come with nearsight: net\.digits\."):
+    with pytest.raises(UserError, match=r"^no run or checkpoint at 'nett\.digits'\. Did you mean 'net\.digits'\?$"):
         checkpoints.find("nett.digits")
+    with pytest.raises(UserError, match=r"Networks that come with nearsight: net\.digits\."):
+        checkpoints.find("runs/mine")
     Image.new("L", (20, 13), 90).save("photo.png")
     assert main(["predict", "photo.png", "photo.png", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
@@ -95,7 +97,7 @@ def test_by_name_and_by_default(shipped: Path, tmp_path: Path, monkeypatch: Any,
     state = json.loads((shipped / "state.json").read_text())
     assert json.loads(capsys.readouterr().out)["accuracy"] == state["metrics"]["accuracy"]
     assert main(["predict", "phot.png"]) == 2
-    assert "no run or checkpoint at 'phot.png'" in capsys.readouterr().err
+    assert capsys.readouterr().err == "nearsight predict: no image file 'phot.png'.\n"
 
 
 @pytest.mark.parametrize("name", NAMES)
