@@ -5,6 +5,7 @@ who refuses, what came, what was wanted, what to do.
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NearsightError",
     "UserError",
     "did_you_mean",
+    "disk_full",
     "nearest",
 ]
 
@@ -47,11 +49,20 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.4) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """ " Did you mean 'x'?" for the nearest of the known words, or nothing.
 
     >>> did_you_mean("sasa_resnet5O", ["sasa_resnet26", "sasa_resnet50"])
     " Did you mean 'sasa_resnet50'?"
     """
-    near = nearest(word, known, cutoff=0.6)
+    near = nearest(word, known, cutoff)
     return f" Did you mean {near!r}?" if near else ""
+
+
+def disk_full(error: OSError) -> bool:
+    """Whether a disk, or its owner's share of it, has no room left.
+
+    >>> disk_full(OSError(errno.ENOSPC, "No space left on device")), disk_full(FileNotFoundError(errno.ENOENT, "no"))
+    (True, False)
+    """
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -7,7 +7,6 @@ A verb is a file `cli/VERB.py` with a module docstring (its first line is the ve
 from __future__ import annotations
 
 import ast
-import errno
 import importlib
 import os
 import sys
@@ -19,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 import nearsight
-from nearsight.errors import NearsightError, UserError, did_you_mean
+from nearsight.errors import NearsightError, UserError, did_you_mean, disk_full
 
 __all__ = ["VERBS", "did_you_mean", "examples", "main", "new_app"]
 
@@ -141,7 +140,7 @@ def _mistake(error: Exception) -> str | None:
         and error.filename
     ):
         return f"cannot open {str(error.filename)!r}: {error.strerror}."
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and disk_full(error):
         return f"cannot write {str(error.filename)!r}: the disk is full." if error.filename else "the disk is full."
     if isinstance(error, typer.Abort):
         return "stopped."

@@ -8,7 +8,6 @@ file, so damage is seen before a byte is used.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from nearsight import weights
-from nearsight.errors import UserError, nearest
+from nearsight.errors import UserError, did_you_mean, disk_full
 
 __all__ = [
     "Checkpoint",
@@ -46,8 +45,6 @@ FOLDER = "checkpoints"
 PREFIX = "step-"
 PARTIAL = ".partial-"
 ASIDE = "aside-"
-# A disk, or its owner's share of it, with no room left.
-FULL = (errno.ENOSPC, errno.EDQUOT)
 PICKLED = {".pt", ".pth", ".pkl", ".bin", ".ckpt"}
 
 Tensors = Mapping[str, Tensor]
@@ -102,7 +99,7 @@ def cannot_write(run: Path, what: str, error: OSError) -> UserError:
     """The sentence for something of a run that could not be written."""
     last = next(iter(reversed(_folders(run))), None)
     kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-    why = "the disk is full" if error.errno in FULL else str(error.strerror or error)
+    why = "the disk is full" if disk_full(error) else str(error.strerror or error)
     return UserError(f"cannot write {what}: {why}; {kept}. Make room and resume.")
 
 
@@ -220,8 +217,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not folder.is_dir():
         shipped = weights.names()
         offer = f" Networks that come with nearsight: {', '.join(shipped)}." if shipped else ""
-        near = nearest(str(path), shipped, cutoff=0.8)
-        raise UserError(f"no run or checkpoint at {str(folder)!r}." + (f" Did you mean {near!r}?" if near else offer))
+        near = did_you_mean(str(path), shipped, cutoff=0.8)
+        raise UserError(f"no run or checkpoint at {str(folder)!r}.{near or offer}")
     return Checkpoint(folder, _read_state(folder))
 
 

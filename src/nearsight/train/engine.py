@@ -26,7 +26,7 @@ from accelerate.utils import TorchDynamoPlugin, gather_object
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
-from nearsight.errors import UserError
+from nearsight.errors import UserError, disk_full
 from nearsight.train import checkpoints, state
 from nearsight.train.config import RunConfig, to_yaml
 from nearsight.train.data.batches import Where, seed_of
@@ -366,7 +366,7 @@ class Trainer:
                         self._stop_if_asked(saved=path if due else None)
             return self._finish(metrics, time.perf_counter() - began, spent, images, path)
         except OSError as error:
-            if error.errno not in checkpoints.FULL:
+            if not disk_full(error):
                 raise
             raise checkpoints.cannot_write(self.run, f"into {self.run}", error) from error
         finally:

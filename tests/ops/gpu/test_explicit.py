@@ -6,6 +6,7 @@ import torch
 from nearsight.ops import explicit_attention
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
+from tests.support.draws import picker
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +41,7 @@ def test_the_networks_shapes(dtype, mask, size, channels):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_rectangles(seed):
-    draw = torch.Generator().manual_seed(seed)
-
-    def pick(low, high):
-        return int(torch.randint(low, high + 1, (), generator=draw))
-
+    pick = picker(seed)
     heads = pick(2, 5)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     size = (pick(1, 150), pick(1, 60)) if seed % 2 else (pick(1, 60), pick(1, 150))

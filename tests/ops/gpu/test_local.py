@@ -8,6 +8,7 @@ from nearsight.ops import local_attention
 from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
+from tests.support.draws import picker
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +39,7 @@ def compare(inputs, window, **options):
 
 def random_call(seed):
     """Inputs and window of a call whose sizes nobody chose."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def pick(low, high):
-        return int(torch.randint(low, high + 1, (), generator=draw))
-
+    pick = picker(seed)
     size, window = (pick(1, 40), pick(1, 40)), (pick(1, 11), pick(1, 11))
     change = {"tables": ("shared", "heads", "column")[pick(0, 2)], "mask": (None, 0.6)[seed % 2]}
     return make((FLOAT, BFLOAT, HALF)[seed % 3], size, 2, pick(1, 6), 2 * pick(2, 20), window, **change), window

@@ -9,6 +9,7 @@ import torch
 
 from nearsight.ops import qna
 from tests.support.accuracy import assert_by_error_rule
+from tests.support.draws import picker
 
 pytestmark = pytest.mark.gpu
 
@@ -54,11 +55,7 @@ def test_the_networks_shapes(dtype, size, heads, dim, window, stride):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_rectangles(seed):
-    draw = torch.Generator().manual_seed(seed)
-
-    def pick(low, high):
-        return int(torch.randint(low, high + 1, (), generator=draw))
-
+    pick = picker(seed)
     size, window, stride = (pick(1, 40), pick(1, 40)), (pick(1, 11), pick(1, 11)), (pick(1, 3), pick(1, 3))
     dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     inputs = make(dtype, size, pick(1, 20), pick(1, 33), window, queries=pick(1, 5), mask=seed % 2 == 0, seed=seed)
