@@ -3,8 +3,12 @@
 Compiled for an H200 by a driver without a GPU, which loads and launches nothing.
 """
 
+import re
+
 import pytest
 import torch
+
+from nearsight.ops import triton_support
 
 pytest.importorskip("triton")
 
@@ -12,11 +16,26 @@ STRIPS = ["backward", "merge", "add_rows", "finish_relative"]
 
 
 @pytest.fixture(autouse=True)
-def copy_engine(monkeypatch):
-    """The driver's GPU has one."""
+def hopper(monkeypatch):
+    """The driver's GPU has a copy engine, and starts a kernel while the one before ends."""
     from nearsight.ops.local import launches
 
     monkeypatch.setattr(launches, "_has_copy_engine", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_support, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(triton_support, "_multiprocessors", lambda index: 132)
+
+
+def assert_all_wait(cache, names):
+    """Started early, a kernel may touch no memory before all that came before it has ended, and the next may come."""
+    programs = {path.stem: path.read_text() for path in cache.rglob("*.ptx")}
+    assert sorted(programs) == sorted(names)
+    for name, program in programs.items():
+        first = re.search(r"\b(ld|st|red|atom|prefetch\w*)\.(global|v\d|relaxed)|\bcp\.async|\btensormap", program)
+        signal, wait = (program.find(f"griddepcontrol.{each}") for each in ("launch_dependents", "wait"))
+        assert -1 < signal < wait < first.start(), f"{name} does not wait"
+        # Not in a branch that only some programs take.
+        assert program.find("bra") == -1 or wait < program.find("bra"), f"{name} may not wait"
 
 
 def draw(*shape, trains=True):
@@ -28,7 +47,7 @@ def options(window=3, trains=True):
     return (*rel, None, [window, window], [1, 1], False, 1.0)
 
 
-def test_everything_is_compiled_before_the_first_launch(driver):
+def test_everything_is_compiled_before_the_first_launch(driver, tmp_path):
     from nearsight.ops.local import triton_impl
 
     qkv = [draw(2, 9, 21, 2, 16) for _ in range(3)]
@@ -39,9 +58,10 @@ def test_everything_is_compiled_before_the_first_launch(driver):
     triton_impl._backward_op._init_fn(out, *qkv, *rest[:3], out, lse, *rest[3:])
     assert driver.launched == ["forward", *STRIPS]
     assert len(driver.compiled) == 5, "something was left to the backward"
+    assert_all_wait(tmp_path, ["forward", *STRIPS])
 
 
-def test_the_layers_form_too(driver):
+def test_the_layers_form_too(driver, tmp_path):
     """q, k and v as slices of one product; a small map, whose strips share nothing."""
     from nearsight.ops.local import triton_impl
 
@@ -53,6 +73,7 @@ def test_the_layers_form_too(driver):
     triton_impl._packed_gradients(out, packed.flatten(3).flatten(1, 2).detach(), out, lse, *rest)
     assert sorted(driver.launched) == compiled
     assert len(driver.compiled) == 4, "something was left to the backward"
+    assert_all_wait(tmp_path, compiled)
 
 
 def test_what_does_not_train_compiles_no_gradient(driver):

@@ -13,7 +13,14 @@ from torch import Tensor
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.geometry import TALLEST_WALK, ceil_div, plan
 from nearsight.ops.sums import add_rows
-from nearsight.ops.triton_support import INTERPRETED, compile_together, dot_precision, meta_like, next_power_of_two
+from nearsight.ops.triton_support import (
+    INTERPRETED,
+    compile_together,
+    dot_precision,
+    early_launch,
+    meta_like,
+    next_power_of_two,
+)
 from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
@@ -82,6 +89,7 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
         "PRECISION": dot_precision(q.dtype),
         "num_warps": shape.warps,
         "num_stages": shape.stages,
+        **early_launch(q.device),
     }
     taps = next_power_of_two(max(kh, kw))
     if kernel == "keys":
@@ -309,6 +317,7 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
         OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
         PIXELS=pixels,
         num_warps=4,
+        **early_launch(dq.device),
     )
 
 
@@ -361,4 +370,5 @@ def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Te
         PARTS=16,
         HEADS=8,
         num_warps=4,
+        **early_launch(partial.device),
     )

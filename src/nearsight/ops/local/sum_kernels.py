@@ -7,6 +7,8 @@ Layout and letters are those of `kernels.py`.
 import triton
 import triton.language as tl
 
+from nearsight.ops.early_kernels import begin
+
 __all__ = ["finish_relative", "merge"]
 
 
@@ -38,6 +40,7 @@ def merge(
     OVER_X: tl.constexpr,
     PIXELS: tl.constexpr,
     HAS_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add up what the strips (and the splits of a strip) hold of dk and dv, in a fixed order."""
     PY: tl.constexpr = (KH - 1) // 2
@@ -56,6 +59,7 @@ def merge(
     rows = (per_split + CHUNKS - 1) * TY
     dk = tl.zeros((PIXELS, CP), tl.float32)
     dv = tl.zeros((PIXELS, CP), tl.float32)
+    begin(EARLY)
     for i in tl.static_range(OVER_Y):
         split = last_split - i
         row = y + PY - split * per_split * TY
@@ -99,6 +103,7 @@ def finish_relative(
     COL_SHARED: tl.constexpr,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The gradient of one tap, KW column taps then KH row taps: of one head, or of all where the table is shared."""
     tap = tl.program_id(0)
@@ -111,6 +116,7 @@ def finish_relative(
     i = tl.arange(0, PARTS * HEADS)
     part = i // HEADS
     total = tl.zeros((DP,), tl.float32)
+    begin(EARLY)
     for first in range(tl.where(shared, 0, own), last, HEADS):
         head = first + i % HEADS
         at = ((part * groups + head // G) * 2 * HS + slot) * G * DP + head % G * DP
