@@ -259,7 +259,11 @@ def backward(
         q = tl.load(q_ptr + (y * dil_y * q_y)[:, None] + q_cols, mask=mine, other=0.0)
         grad = tl.load(grad_ptr + flat_at, mask=mine, other=0.0)
         out = tl.load(out_ptr + flat_at, mask=mine, other=0.0)
-        delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        if PAIRS and D <= 16:
+            # As the diagonal of a product: elementwise, dY would lie in shared memory as its rows come, with conflicts.
+            delta = tl.sum(tl.where(m[:, None] == m[None, :], dot(grad, tl.trans(out), PRECISION), 0.0), 1)
+        else:
+            delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
         lse, rest = _load_lse(lse_ptr, pixel * heads + h0 + g, inside & (h0 + g < heads), LARGE, LSE_PARTS)
         if PAIRS:
             col_taps = tl.zeros((M, HS), tl.float32)
