@@ -6,7 +6,7 @@ import torch
 from nearsight.ops import backends, local_attention, local_attention_projected
 from nearsight.ops.local.call import prepare
 from nearsight.ops.local.geometry import TALLEST_WALK, plan
-from nearsight.ops.local.launches import prepare_launch
+from nearsight.ops.local.launches import _sum_relative, prepare_launch
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
 
@@ -226,6 +226,29 @@ def test_which_tiles_for_which_map(size, dim, tile, change, options, kernel):
     shape = plan(call, kernel).shape
     assert (shape.ty, shape.tx) == tile
     assert (shape.whole_y, shape.whole_x) == (tile == (8, 8), tile != (2, 8))
+
+
+@interpreted
+@pytest.mark.parametrize("tables", ["shared", "heads", "row", "column"])
+@pytest.mark.parametrize(("programs", "heads", "dim"), [(2, 3, 12), (350, 3, 32), (900, 3, 8)])
+def test_sums_of_the_tables_shares(tables, programs, heads, dim):
+    """More rows than a program adds at a time, more than one launch does; every share once, and nothing else."""
+    window = (3, 2)
+    inputs = make(size=(2, 19), heads=heads, dim=dim, window=window, tables=tables)
+    launch = walk_of(inputs, window)
+    fixed, groups = launch.constants, launch.grid[1]
+    of_row, half = fixed["HS"], dim // 2
+    partial = torch.randn(programs, groups, 2 * of_row, fixed["G"], fixed["DP"])
+    found = [None if inputs[name] is None else torch.empty_like(inputs[name]) for name in ("rel_row", "rel_col")]
+    found = [t if t is None or t.ndim == 3 else t[None] for t in found]
+    _sum_relative(partial, launch, *found)
+    sums = partial.double().sum(0).movedim(2, 1).flatten(0, 1)[:heads]
+    expected = sums[:, of_row : of_row + window[0], :half], sums[:, : window[1], half:dim]
+    for one, every in zip(found, expected, strict=True):
+        if one is not None:
+            torch.testing.assert_close(
+                one.double(), every if tables == "heads" else every.sum(0, True), atol=1e-4, rtol=0
+            )
 
 
 @interpreted

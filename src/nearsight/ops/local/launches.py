@@ -347,28 +347,35 @@ def _two_passes(
     )
 
 
+# Up to so many rows a program adds them up itself; two launches are faster for more.
+MOST_ROWS = 2560
+
+
 def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Tensor | None) -> None:
     """The relative tables' gradients from every program's share, added in a fixed order."""
     from nearsight.ops.local import sum_kernels
 
     fixed, heads = launch.constants, launch.runtime["heads"]
-    summed = add_rows(partial, 16)
+    shared = [t.shape[0] == 1 for t in (drow, dcol) if t is not None]
+    if partial.shape[0] * (heads if any(shared) else 1) > MOST_ROWS:
+        partial = add_rows(partial, 16)
     either = drow if drow is not None else dcol
-    per_head = any(t is not None and t.shape[0] > 1 for t in (drow, dcol))
+    half = fixed["D"] // 2
+    channels = min(8, next_power_of_two(half))
     launch_kernel(
         sum_kernels.finish_relative,
-        (fixed["KW"] + fixed["KH"], heads if per_head else 1),
-        summed,
+        (fixed["KW"] + fixed["KH"], 1 if all(shared) else heads, ceil_div(half, channels)),
+        partial,
         either if drow is None else drow,
         either if dcol is None else dcol,
-        summed.shape[0],
+        partial.shape[0],
         heads,
         launch.grid[1],
         **{name: fixed[name] for name in ("KH", "KW", "D", "DP", "G", "HS", "HAS_ROW", "HAS_COL")},
         ROW_SHARED=drow is None or drow.shape[0] == 1,
         COL_SHARED=dcol is None or dcol.shape[0] == 1,
-        PARTS=16,
-        HEADS=8,
-        num_warps=4,
+        ROWS=1024,
+        CHANNELS=channels,
+        num_warps=8,
         **early_launch(partial.device),
     )

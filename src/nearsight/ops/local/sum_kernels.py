@@ -85,7 +85,7 @@ def merge(
 
 @triton.jit(do_not_specialize=["parts", "heads", "groups"])
 def finish_relative(
-    sum_ptr,
+    share_ptr,
     row_ptr,
     col_ptr,
     parts,
@@ -101,31 +101,36 @@ def finish_relative(
     HAS_COL: tl.constexpr,
     ROW_SHARED: tl.constexpr,
     COL_SHARED: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The gradient of one tap, KW column taps then KH row taps: of one head, or of all where the table is shared."""
+    """A few channels of one tap's gradient, KW column taps then KH row taps: of one head, or of all where the table is shared.
+
+    The sum over `parts` programs, in order, of [group of heads, 2·HS, G·DP]: only what belongs to the tap is read.
+    """
     tap = tl.program_id(0)
     own = tl.program_id(1)
     is_row = tap >= KW
     shared = tl.where(is_row, 1 if ROW_SHARED else 0, 1 if COL_SHARED else 0) != 0
-    slot = tl.where(is_row, HS + tap - KW, tap)
-    last = tl.where(shared, heads, own + 1)
-    d = tl.arange(0, DP)
-    i = tl.arange(0, PARTS * HEADS)
-    part = i // HEADS
-    total = tl.zeros((DP,), tl.float32)
+    first_head = tl.where(shared, 0, own)
+    each = tl.where(shared, heads, 1)
+    d = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    place = tl.where(is_row, (HS + tap - KW) * G * DP, tap * G * DP + D // 2) + d
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
     begin(EARLY)
-    for first in range(tl.where(shared, 0, own), last, HEADS):
-        head = first + i % HEADS
-        at = ((part * groups + head // G) * 2 * HS + slot) * G * DP + head % G * DP
-        use = (part < parts) & (head < last)
-        total += tl.sum(tl.load(sum_ptr + at[:, None] + d[None, :], mask=use[:, None], other=0.0), 0)
+    for first in range(0, parts * each, ROWS):
+        i = first + tl.arange(0, ROWS)
+        head = first_head + i % each
+        at = (i // each).to(tl.int64) * groups + head // G
+        at = at * (2 * HS * G * DP) + head % G * DP
+        use = (i < parts * each)[:, None] & (d < D // 2)[None, :]
+        total += tl.load(share_ptr + at[:, None] + place[None, :], mask=use, other=0.0)
+    total = tl.sum(total, 0)
     row_taps = d + tap * DP >= KW * DP
     if HAS_ROW and (own == 0 or not ROW_SHARED):
         at = row_ptr + (own * KH + tap - KW) * (D // 2) + d
         tl.store(at, total.to(row_ptr.dtype.element_ty), mask=row_taps & (d < D // 2))
     if HAS_COL and (own == 0 or not COL_SHARED):
-        at = col_ptr + (own * KW + tap) * (D // 2) + d - D // 2
-        tl.store(at, total.to(col_ptr.dtype.element_ty), mask=~row_taps & (d >= D // 2) & (d < D))
+        at = col_ptr + (own * KW + tap) * (D // 2) + d
+        tl.store(at, total.to(col_ptr.dtype.element_ty), mask=~row_taps & (d < D // 2))
