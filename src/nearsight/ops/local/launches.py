@@ -355,9 +355,9 @@ def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Te
     """The relative tables' gradients from every program's share, added in a fixed order."""
     from nearsight.ops.local import sum_kernels
 
-    fixed, heads = launch.constants, launch.runtime["heads"]
+    fixed, heads, groups = launch.constants, launch.runtime["heads"], launch.grid[1]
     shared = [t.shape[0] == 1 for t in (drow, dcol) if t is not None]
-    if partial.shape[0] * (heads if any(shared) else 1) > MOST_ROWS:
+    if partial.shape[0] * (groups * fixed["G"] if any(shared) else 1) > MOST_ROWS:
         partial = add_rows(partial, 16)
     either = drow if drow is not None else dcol
     half = fixed["D"] // 2
@@ -369,8 +369,7 @@ def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Te
         either if drow is None else drow,
         either if dcol is None else dcol,
         partial.shape[0],
-        heads,
-        launch.grid[1],
+        groups,
         **{name: fixed[name] for name in ("KH", "KW", "D", "DP", "G", "HS", "HAS_ROW", "HAS_COL")},
         ROW_SHARED=drow is None or drow.shape[0] == 1,
         COL_SHARED=dcol is None or dcol.shape[0] == 1,

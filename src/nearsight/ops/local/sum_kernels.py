@@ -83,13 +83,12 @@ def merge(
         tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=use)
 
 
-@triton.jit(do_not_specialize=["parts", "heads", "groups"])
+@triton.jit(do_not_specialize=["parts", "groups"])
 def finish_relative(
     share_ptr,
     row_ptr,
     col_ptr,
     parts,
-    heads,
     groups,
     KH: tl.constexpr,
     KW: tl.constexpr,
@@ -107,24 +106,23 @@ def finish_relative(
 ):
     """A few channels of one tap's gradient, KW column taps then KH row taps: of one head, or of all where the table is shared.
 
-    The sum over `parts` programs, in order, of [group of heads, 2·HS, G·DP]: only what belongs to the tap is read.
+    The sum over `parts` programs, in order, of [group of heads, 2·HS, G·DP]: only what belongs to the tap is read. Heads that a
+    group has beyond the last one hold zeros.
     """
     tap = tl.program_id(0)
     own = tl.program_id(1)
     is_row = tap >= KW
     shared = tl.where(is_row, 1 if ROW_SHARED else 0, 1 if COL_SHARED else 0) != 0
-    first_head = tl.where(shared, 0, own)
-    each = tl.where(shared, heads, 1)
+    rows = parts * tl.where(shared, groups * G, 1)
     d = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     place = tl.where(is_row, (HS + tap - KW) * G * DP, tap * G * DP + D // 2) + d
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     begin(EARLY)
-    for first in range(0, parts * each, ROWS):
+    for first in range(0, rows, ROWS):
         i = first + tl.arange(0, ROWS)
-        head = first_head + i % each
-        at = (i // each).to(tl.int64) * groups + head // G
-        at = at * (2 * HS * G * DP) + head % G * DP
-        use = (i < parts * each)[:, None] & (d < D // 2)[None, :]
+        group = tl.where(shared, i // G, i * groups + own // G)
+        at = group.to(tl.int64) * (2 * HS * G * DP) + tl.where(shared, i % G, own % G) * DP
+        use = (i < rows)[:, None] & (d < D // 2)[None, :]
         total += tl.load(share_ptr + at[:, None] + place[None, :], mask=use, other=0.0)
     total = tl.sum(total, 0)
     row_taps = d + tap * DP >= KW * DP
