@@ -3,12 +3,10 @@
 Compiled for an H200 by a driver without a GPU, which loads and launches nothing.
 """
 
-import re
-
 import pytest
 import torch
 
-from nearsight.ops import triton_support
+from tests.support.compiled import assert_all_wait
 
 pytest.importorskip("triton")
 
@@ -16,26 +14,11 @@ STRIPS = ["backward", "merge", "finish_relative"]
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """The driver's GPU has a copy engine, and starts a kernel while the one before ends."""
+def copy_engine(monkeypatch, hopper):
+    """The driver's GPU has one."""
     from nearsight.ops.local import launches
 
     monkeypatch.setattr(launches, "_has_copy_engine", lambda index: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_support, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(triton_support, "_multiprocessors", lambda index: 132)
-
-
-def assert_all_wait(cache, names):
-    """Started early, a kernel may touch no memory before all that came before it has ended, and the next may come."""
-    programs = {path.stem: path.read_text() for path in cache.rglob("*.ptx")}
-    assert sorted(programs) == sorted(names)
-    for name, program in programs.items():
-        first = re.search(r"\b(ld|st|red|atom|prefetch\w*)\.(global|v\d|relaxed)|\bcp\.async|\btensormap", program)
-        signal, wait = (program.find(f"griddepcontrol.{each}") for each in ("launch_dependents", "wait"))
-        assert -1 < signal < wait < first.start(), f"{name} does not wait"
-        # Not in a branch that only some programs take.
-        assert program.find("bra") == -1 or wait < program.find("bra"), f"{name} may not wait"
 
 
 def draw(*shape, trains=True):
