@@ -11,7 +11,7 @@ import torch
 
 from nearsight.errors import UserError
 from nearsight.train.config import OptimizerConfig, parse_override, read_yaml, to_yaml
-from nearsight.train.schedule import build_optimizer, build_schedule, scaled_lr
+from nearsight.train.schedule import build_optimizer, build_schedule, learning_rates, scaled_lr
 from nearsight.train.tasks import config_from, load_config
 from nearsight.train.tasks.classify import create_network
 from tests.train.support import SMALL, small
@@ -148,6 +148,66 @@ def test_learning_rate_scales_with_the_batch() -> None:
     assert scaled_lr(OptimizerConfig(lr=1.6), 1024) == 1.6
 
 
+def cosine(low: float, high: float, start: int, end: int) -> Any:
+    return lambda t: low + (high - low) * (1 + math.cos(math.pi * (t - start) / (end - start))) / 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        (
+            {"epochs": 4, "warmup_epochs": 1.5, "warmup_lr": 0.02, "min_lr": 0.01},
+            {15: lambda t: 0.02 + 0.18 * t / 15, 40: cosine(0.01, 0.2, 15, 40)},
+        ),
+        (
+            {
+                "name": "restarts",
+                "epochs": 6,
+                "warmup_epochs": 1,
+                "warmup_lr": 0.02,
+                "min_lr": 0.01,
+                "restarts": [3, 5],
+            },
+            {
+                10: lambda t: 0.02 + 0.18 * t / 10,
+                30: cosine(0.01, 0.2, 10, 30),
+                50: cosine(0.01, 0.2, 30, 50),
+                60: cosine(0.01, 0.2, 50, 60),
+            },
+        ),
+        (
+            {"name": "restarts", "epochs": 4, "restarts": [2], "tail_lr": 0.003},
+            {20: cosine(0.0, 0.2, 0, 20), 40: lambda t: 0.003},
+        ),
+        (
+            {"name": "step", "epochs": 5, "warmup_epochs": 0.5, "milestones": [2, 3], "gamma": 0.3},
+            {5: lambda t: 0.2 * t / 5, 20: lambda t: 0.2, 30: lambda t: 0.06, 50: lambda t: 0.018},
+        ),
+        ({"name": "constant", "epochs": 2}, {20: lambda t: 0.2}),
+    ],
+    ids=["cosine", "restarts", "tail", "step", "constant"],
+)
+def test_every_step_has_its_rate(keys: dict[str, Any], parts: dict[int, Any]) -> None:
+    """Ten steps an epoch; up to which step (not with it) which formula holds."""
+    total = max(parts)
+    got = learning_rates(small(optimizer={"lr": 0.2}, schedule=keys), 64, 10, points=total)
+    wanted = [next(rate(t) for end, rate in parts.items() if t < end) for t in range(total)]
+    assert [step for step, _ in got] == list(range(total))
+    assert [lr for _, lr in got] == pytest.approx(wanted)
+
+
+def test_momentum_and_layer_decay_reach_the_optimiser() -> None:
+    model = create_network(small().model, num_classes=2, in_chans=1)
+    keys = {"momentum": 0.7, "layer_decay": 0.5, "lr_scale": {"fc.*": 3.0}}
+    optimizer = build_optimizer(model, OptimizerConfig.model_validate(keys), 64)
+    names = {id(p): n for n, p in model.named_parameters()}
+    scales = {names[id(p)]: group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.7}
+    assert (scales["fc.weight"], scales["fc.bias"]) == (3.0, 3.0)
+    assert scales["conv1.0.weight"] < scales["layer1.0.conv1.weight"] < scales["layer4.0.conv1.weight"] < 1.0
+    assert all(math.log2(scale).is_integer() for name, scale in scales.items() if not name.startswith("fc."))
+
+
 def test_weight_decay_reaches_biases_only_when_asked() -> None:
     model = create_network(small().model, num_classes=2, in_chans=1)
     shares = []
@@ -178,6 +238,8 @@ def test_learning_rates_by_name_follow_the_schedule() -> None:
     assert sorted(seen) == sorted([*names.values()] * 2)
     with pytest.raises(UserError, match=r"optimizer\.lr_scale: 'con1\*' matches no parameter; one is conv1"):
         build_optimizer(model, OptimizerConfig(lr_scale={"con1*": 2.0}), 64)
+    with pytest.raises(UserError, match=r"optimizer\.lr_scale: 'fc' matches no parameter; one is fc\.\w+\.$"):
+        build_optimizer(model, OptimizerConfig(lr_scale={"fc": 2.0}), 64)  # the whole name counts
     # A pattern that a recipe brought along and that this network has nothing for.
     (group, *others) = build_optimizer(model, OptimizerConfig(lr_scale={"con1*": None}), 64).param_groups
     assert "lr_scale" not in group
