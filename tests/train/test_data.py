@@ -424,11 +424,22 @@ def test_shift_and_flip_by_hand() -> None:
 
 
 def test_cutout_by_hand() -> None:
-    at = torch.tensor([0, 2])
-    choice = Draw(at, at, at > 9, torch.tensor([0, 3]), torch.tensor([4, 1]))
-    got = cut_out(torch.ones(2, 1, 4, 5), 2, choice)
+    got = cut_out(torch.ones(2, 1, 4, 5), 2, torch.tensor([0, 3]), torch.tensor([4, 1]))
     assert got[0, 0].tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1] * 5, [1] * 5]
     assert got[1, 0].tolist() == [[1] * 5, [1] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_square_is_cut_out_of_every_training_image(on_device: bool, folder: Path) -> None:
+    """Images of one level, wherever they are made; at the border less of the square is inside."""
+    data = settings(f"folder:{folder}", on_device=on_device, augment={"cutout": 3})
+    blank = torch.cat([batch.images for batch in batches(data).epoch(0)]) == 0
+    assert torch.equal(blank.all(1), blank.any(1))
+    sizes = blank[:, 0].sum((1, 2))
+    assert set(sizes.tolist()) <= {4, 6, 9}
+    assert torch.equal(blank[:, 0].any(2).sum(1) * blank[:, 0].any(1).sum(1), sizes)
+    assert len(blank.unique(dim=0)) > 8
+    assert not any((batch.images == 0).any() for batch in batches(data, training=False).epoch(0))
 
 
 def test_erasing_by_hand() -> None:
