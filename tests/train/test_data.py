@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import random
 import re
 import struct
 import zlib
@@ -19,10 +20,10 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from nearsight.errors import UserError
-from nearsight.train.data.augment import Draw, cut_out, draw_patches, erase, gather, pad_images
-from nearsight.train.data.batches import Where, build_batches, plan
+from nearsight.train.data.augment import Draw, cut_out, draw, draw_patches, erase, gather, pad_images
+from nearsight.train.data.batches import Order, Where, build_batches, plan, seeded
 from nearsight.train.data.config import AugmentConfig, DataConfig
-from nearsight.train.data.decoded import materialise
+from nearsight.train.data.decoded import eval_transform, materialise, train_transform
 from nearsight.train.data.sources import PACKAGES, open_source
 from nearsight.train.data.splits import hold_out
 from nearsight.train.data.streams import Stream, stream_length
@@ -68,7 +69,15 @@ def encoded(value: int) -> bytes:
     return buffer.getvalue()
 
 
-def parquet(path: Path, rows: int, *, names: bool = True, label: str = "label", image: str = "img") -> None:
+def parquet(
+    path: Path,
+    rows: int,
+    *,
+    names: bool = True,
+    label: str = "label",
+    image: str = "img",
+    classes: tuple[str, ...] = ("a", "b", "c"),
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -79,7 +88,7 @@ def parquet(path: Path, rows: int, *, names: bool = True, label: str = "label", 
         }
     )
     if names:
-        features = {label: {"names": ["a", "b", "c"], "_type": "ClassLabel"}}
+        features = {label: {"names": classes, "_type": "ClassLabel"}}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path)
@@ -150,6 +159,18 @@ def test_cifar_from_torchvisions_folder(tmp_path: Path) -> None:
         patch.setattr(datasets.cifar, "check_integrity", lambda *a: True)
         source = open_source(settings("cifar10", root=str(tmp_path)))
     assert (len(source.train), len(source.evaluation), source.classes) == (10, 2, ["plane", "car"])
+
+
+def test_statistics_are_the_sources_unless_told() -> None:
+    assert open_source(settings("digits", channels=1)).mean == (0.305,)
+    source = open_source(settings("digits", channels=3, mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6]))
+    assert (source.mean, source.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+def test_grey_images_have_the_mean_of_the_colours(folder: Path) -> None:
+    source = open_source(settings(f"folder:{folder}", channels=1))
+    assert source.mean == pytest.approx(((0.485 + 0.456 + 0.406) / 3,))
+    assert source.std == pytest.approx(((0.229 + 0.224 + 0.225) / 3,))
 
 
 def shards(folder: Path, sizes: dict[str, list[int]], bad: tuple[int, ...] = ()) -> None:
@@ -299,6 +320,9 @@ def test_bad_parquet_is_one_line(tmp_path: Path) -> None:
     parquet(tmp_path / "train.parquet", 3, image="pixels")
     with pytest.raises(UserError, match="has columns pixels, label, wanted image or img"):
         open_source(settings(f"parquet:{tmp_path}"))
+    parquet(tmp_path / "train.parquet", 3, classes=("a", "b"))
+    with pytest.raises(UserError, match=r"train\.parquet has label 2, wanted less than its 2 classes"):
+        open_source(settings(f"parquet:{tmp_path}"))
 
 
 def spoil(folder: Path) -> list[str]:
@@ -404,6 +428,30 @@ def test_two_processes_share_the_batch_of_one(on_device: bool) -> None:
             assert torch.equal(a.targets, torch.cat([b.targets, c.targets]))
 
 
+def test_no_two_images_are_drawn_from_one_seed() -> None:
+    orders = [Order(50, 4, Where(torch.device("cpu"), rank, 2), seed=1, training=True) for rank in range(2)]
+    seeds = []
+    for orders[0].epoch, orders[1].epoch in ((0, 0), (1, 1)):
+        seeds += [seed for order in orders for batch in order for _, seed in batch]
+    assert len(seeds) == len(set(seeds)) == 2 * 48
+
+
+def test_drawing_from_a_seed_leaves_the_runs_generators_alone() -> None:
+    def drawn() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    plain = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    with seeded(5):
+        first = drawn()
+    with seeded(5):
+        assert drawn() == first
+    assert drawn() == plain
+
+
 def test_evaluation_takes_each_image_once() -> None:
     for count, batch, world in ((5, 2, 2), (450, 64, 3), (7, 7, 1), (1, 4, 2)):
         taken = [plan(count, batch, Where(torch.device("cpu"), rank, world)) for rank in range(world)]
@@ -421,6 +469,68 @@ def test_shift_and_flip_by_hand() -> None:
     got = gather(padded, torch.tensor([1, 0]), (2, 3), choice)[..., 0]
     # Image 1 moved down by one row; image 0 moved up by one and right by one, then flipped.
     assert got.tolist() == [[[0, 0, 0], [6, 7, 8]], [[4, 3, 0], [0, 0, 0]]]
+
+
+def test_borders_by_hand() -> None:
+    image = torch.arange(6, dtype=torch.uint8).view(1, 2, 3, 1)
+    padded = pad_images(image, AugmentConfig(crop="pad", pad=1))[0, :, :, 0]
+    assert padded.tolist() == [[4, 3, 4, 5, 4], [1, 0, 1, 2, 1], [4, 3, 4, 5, 4], [1, 0, 1, 2, 1]]
+    wide = pad_images(image, AugmentConfig(crop="pad", pad=2))  # more than there is to reflect
+    assert (wide.shape, int(wide[0, :2].max())) == ((1, 6, 7, 1), 0)
+    assert pad_images(image, AugmentConfig(pad=1)) is image
+
+
+def test_every_shift_is_drawn_and_flips_as_often_as_asked() -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def choices(**keys: Any) -> Draw:
+        return draw(AugmentConfig(**keys), 4000, (5, 9), generator)
+
+    shifted = choices(crop="pad", pad=2, flip=0.2)
+    for part, values in zip(shifted, (5, 5, None, 5, 9), strict=True):
+        if values is not None:
+            assert part.unique().tolist() == list(range(values))
+            assert part.bincount().min() > 0.8 * 4000 / values
+    assert shifted.flip.float().mean() == pytest.approx(0.2, abs=0.03)
+    still = choices(pad=2)
+    assert not torch.stack([still.rows, still.columns, still.flip]).any()
+    assert choices(flip=1.0).flip.all()
+
+
+def striped() -> Image.Image:
+    """12×12 pixels, brighter to the right and below, a dark border of 3 around."""
+    ramp = 100 + 10 * np.arange(12)[None, :] + np.arange(12)[:, None]
+    ramp[[0, 1, 2, 9, 10, 11]] = ramp[:, [0, 1, 2, 9, 10, 11]] = 0
+    return Image.fromarray(np.repeat(ramp[..., None], 3, 2).astype(np.uint8))
+
+
+def test_the_share_that_evaluation_keeps() -> None:
+    whole = torch.as_tensor(eval_transform(settings("x", image_size=12))(striped()))
+    inner = torch.as_tensor(eval_transform(settings("x", image_size=6, crop_pct=0.5))(striped()))
+    assert torch.equal(inner, whole[:, 3:9, 3:9])
+    assert inner.min() > 0
+
+
+@pytest.mark.parametrize("crop", [{"crop": "none"}, {"crop": "resized", "scale": (1, 1), "ratio": (1, 1)}])
+def test_workers_flip_left_and_right(crop: dict[str, Any]) -> None:
+    whole = torch.as_tensor(eval_transform(settings("x", image_size=12))(striped()))
+    for flip in (0.0, 1.0):
+        data = settings("x", image_size=12, augment={**crop, "flip": flip})
+        got = torch.as_tensor(train_transform(data, (0.5,) * 3)(striped()))
+        assert torch.equal(got, whole.flip(2) if flip else whole)
+
+
+@pytest.mark.parametrize("crop", ["none", "resized"])
+def test_workers_change_colours_when_told(crop: str) -> None:
+    keys = {"crop": crop, "scale": (1, 1), "ratio": (1, 1)}
+    plain, other = (
+        train_transform(settings("x", image_size=12, augment={**keys, "color_jitter": strength}), (0.5,) * 3)
+        for strength in (0.0, 0.9)
+    )
+    images = [torch.as_tensor(make(striped())) for make in (plain, plain, other, other)]
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
+    assert not torch.equal(images[2], images[3])
 
 
 def test_cutout_by_hand() -> None:
@@ -451,8 +561,6 @@ def test_erasing_by_hand() -> None:
 
 def test_patches_are_drawn_like_timms() -> None:
     """On a rectangle: how often, how large, how high and where, beside timm's own loop over images."""
-    import random
-
     from timm.data.random_erasing import RandomErasing
 
     count, (rows, columns) = 4000, (16, 40)
@@ -530,6 +638,31 @@ def test_decoded_images_are_cached(folder: Path, tmp_path: Path, monkeypatch: py
     picture(200, (9, 12)).save(folder / "train" / "cat" / "0.png")  # a changed file makes another entry
     batches(data)
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize(
+    "keys", [{"image_size": 6}, {"crop_pct": 0.5}, {"interpolation": "bicubic"}, {"channels": 1}, {"max_pixels": 10**6}]
+)
+def test_images_prepared_otherwise_are_cached_apart(keys: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    train = open_source(settings(f"folder:{folder}")).train
+    for data in (settings(f"folder:{folder}"), settings(f"folder:{folder}", **keys)):
+        pixels, _, _ = materialise(train if data.channels == 3 else open_source(data).train, data)
+        assert pixels.shape == (16, data.image_size, data.image_size, data.channels)
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
+
+
+def test_a_held_out_share_of_a_set_with_bad_files(folder: Path) -> None:
+    """Numbers of images mean those of the folder, whichever of them are none."""
+    bad = spoil(folder)
+    data = settings(f"folder:{folder}", on_bad="skip")
+    train = open_source(data).train
+    for part in hold_out(train, 0.5, seed=3):
+        pixels, labels, left_out = materialise(part, data)
+        good = [i for i in range(len(part)) if part.name(i) not in bad]
+        assert sorted(left_out) == sorted(part.name(i) for i in range(len(part)) if i not in good)
+        levels = [100 * (Path(part.name(i)).parent.name == "dog") + int(Path(part.name(i)).stem) for i in good]
+        assert pixels[:, 0, 0, 0].tolist() == levels
+        assert labels.tolist() == [level // 100 for level in levels]
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
