@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nearsight.errors import UserError
-from nearsight.train.config import OptimizerConfig, parse_override, read_yaml, to_yaml
+from nearsight.train.config import OptimizerConfig, given, parse_override, read_yaml, to_yaml
 from nearsight.train.schedule import build_optimizer, build_schedule, learning_rates, scaled_lr
 from nearsight.train.tasks import config_from, load_config
 from nearsight.train.tasks.classify import create_network
@@ -28,7 +28,18 @@ from tests.train.support import SMALL, small
         ("schedule.name=cosin", "schedule.name: got 'cosin', wanted 'cosine', 'restarts', 'step' or 'constant'"),
         ("schedule.warmup_epochs=20", "schedule.warmup_epochs: got 20, wanted at most schedule.epochs=10"),
         ("schedule.name=restarts", "schedule.restarts: got none"),
-        ("schedule.restarts=[3]", "schedule.restarts: got it with schedule.name=cosine"),
+        ("schedule.restarts=[3]", "schedule.restarts: got it with schedule.name=cosine, wanted schedule.name=restarts"),
+        ("schedule.tail_lr=1e-4", "schedule.tail_lr: got it with schedule.name=cosine, wanted schedule.name=restarts"),
+        ("schedule.milestones=[3]", "schedule.milestones: got it with schedule.name=cosine, wanted schedule.name=step"),
+        (
+            "schedule.name=restarts schedule.restarts=[5,3]",
+            "schedule.restarts: got [5, 3], wanted growing epochs after",
+        ),
+        (
+            "schedule.name=restarts schedule.restarts=[1,3]",
+            "schedule.restarts: got [1, 3], wanted growing epochs after",
+        ),
+        ("schedule.name=step", "schedule.milestones: got none, wanted the epochs of schedule.name=step"),
         ("loss.mixup=0.2 data.batch_size=63", "data.batch_size: got 63 with mixing, wanted an even number"),
         ("model.cuda_graphs=true", "model.cuda_graphs: got true, wanted model.compile=true with it"),
         (
@@ -96,6 +107,16 @@ def test_an_optimisers_own_options() -> None:
     assert isinstance(sgd, torch.optim.SGD)
     with pytest.raises(UserError, match=r"sgd refuses \{'fallback_lr_scale': 0.2\}"):
         build_optimizer(model, OptimizerConfig(name="sgd", options={"fallback_lr_scale": 0.2}), 1)
+
+
+def test_only_null_takes_an_option_back() -> None:
+    assert given({"a": None, "b": 0, "c": False, "d": ""}) == {"b": 0, "c": False, "d": ""}
+
+
+def test_dropout_and_stochastic_depth_reach_the_network() -> None:
+    model: Any = create_network(small(model={"drop": 0.3, "drop_path": 0.2}).model, num_classes=2, in_chans=1)
+    assert model.drop_rate == 0.3
+    assert max(m.drop_prob for m in model.modules() if type(m).__name__ == "DropPath") == pytest.approx(0.2)
 
 
 def test_bad_model_and_optimiser_names() -> None:
