@@ -73,6 +73,9 @@ def test_two_processes_resume_exactly(tmp_path: Path) -> None:
     for name in ("model", "optimizer", "random"):
         file = f"{checkpoints.FOLDER}/step-00000005/{name}.safetensors"
         assert (broken / file).read_bytes() == (whole / file).read_bytes(), name
+    drawn = checkpoints.open_checkpoint(checkpoints.listed(whole)[-1]).tensors("random")
+    for name in ("torch", "numpy", "python"):  # each process its own dropout and mixing
+        assert not torch.equal(drawn[f"0.{name}"], drawn[f"1.{name}"]), name
 
 
 def test_a_sharded_network_is_saved_whole_and_resumed(tmp_path: Path) -> None:
