@@ -66,7 +66,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A group of rows that may be compared; `picture` is (file, caption) of one that was drawn apart."""
+    """A group of rows that may be compared; `picture` is (file, caption) of one that was drawn apart.
+
+    `part` is "claims" of the papers, or "settings": how those of our recipes were chosen.
+    """
 
     name: str
     title: str
@@ -74,6 +77,7 @@ class Table:
     rows: dict[str, Row]
     claims: list[Claim] = field(default_factory=list)
     picture: tuple[str, str] | None = None
+    part: str = "claims"
 
 
 def read_tables(path: Path = ROWS) -> dict[str, Table]:
@@ -90,7 +94,7 @@ def read_tables(path: Path = ROWS) -> dict[str, Table]:
             rows[row] = Row(name, row, **made)
         claims = [Claim(**{**claim, "order": tuple(claim["order"])}) for claim in keys.get("claims", {}).values()]
         picture = (keys["picture"]["file"], keys["picture"]["says"]) if "picture" in keys else None
-        tables[name] = Table(name, keys["title"], keys["about"], rows, claims, picture)
+        tables[name] = Table(name, keys["title"], keys["about"], rows, claims, picture, keys.get("part", "claims"))
     return tables
 
 
