@@ -11,6 +11,8 @@ from PIL import Image
 
 from nearsight import recipes
 from nearsight.cli import main
+from nearsight.train.preview import activation_bytes, preview
+from nearsight.train.tasks import load_config, task_class
 
 QUICK = [
     "model.name=test_resnet",
@@ -19,6 +21,8 @@ QUICK = [
     "train.device=cpu",
     "log.tensorboard=false",
 ]
+
+BARE = ["data.batch_size=2", "ema.decay=null", "optimizer.name=sgd"]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,38 @@ def test_dry_run(capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "data not opened, sizes taken from the recipe" in out
     assert "15,715,560" in out
+
+
+def test_a_dry_run_counts_processes_micro_batches_and_what_is_held_out() -> None:
+    keys = [
+        "data.holdout=0.5",
+        "data.batch_size=8",
+        "train.accumulate=2",
+        "optimizer.lr=0.1",
+        "optimizer.base_batch=32",
+    ]
+    facts = preview(load_config("digits/conv_nano", [*keys, "schedule.epochs=3", "train.max_steps=40"]), world=3)
+    # 673 of 1347 images are left: 28 batches of 3 × 8, two of which make a step.
+    wanted = {"batch": 48, "steps_per_epoch": 14, "images_per_epoch": 14 * 48, "steps": 40, "processes": 3}
+    assert {key: facts[key] for key in wanted} == wanted
+    assert facts["lr"] == pytest.approx(0.15)
+
+
+def test_a_dry_run_adds_up_memory() -> None:
+    config: Any = load_config("digits/conv_nano", BARE)
+    task = task_class("classify").facts(config)
+    kept = activation_bytes(task.model, task.forward)
+    assert kept is not None
+
+    def estimate(*keys: str) -> dict[str, Any]:
+        memory: dict[str, Any] = preview(load_config("digits/conv_nano", [*BARE, *keys]))["memory_bytes"]
+        return memory
+
+    weights = 4 * sum(p.numel() for p in task.model.parameters())
+    # Weights, gradients and a moment; two moments and an average more.
+    assert estimate() == {"weights_and_moments": 3 * weights, "activations": kept}
+    more = ("optimizer.name=adamw", "ema.decay=0.9", "data.batch_size=32", "train.precision=bf16")
+    assert estimate(*more) == {"weights_and_moments": 5 * weights, "activations": 16 * kept // 2}
 
 
 def test_train_prints_and_resumes(run: Path, capsys: Any) -> None:
