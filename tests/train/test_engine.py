@@ -19,10 +19,12 @@ import torch
 
 from nearsight.errors import UserError
 from nearsight.train import checkpoints, engine, state
+from nearsight.train.config import OptimizerConfig
 from nearsight.train.data.batches import Where
 from nearsight.train.engine import Trainer, fit
 from nearsight.train.log import Reporter, read_log
 from nearsight.train.replay import ReplayedUpdate
+from nearsight.train.schedule import build_optimizer
 from tests.train.support import small
 
 PLAIN: dict[str, Any] = {
@@ -398,6 +400,41 @@ def test_settings_of_the_optimiser_follow_the_config_on_resume(tmp_path: Path) -
     scales = {group.get("lr_scale") for group in trainer.inner.param_groups}
     assert (decays, scales) == ({0.0, 0.3}, {None, 0.5})
     assert trainer.fit().step == 8
+
+
+def test_plain_numbers_of_an_optimiser_come_back() -> None:
+    """Adafactor counts its steps in a number, not in a tensor; the first step after a resumption depends on it."""
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 2)
+        return model, build_optimizer(model, OptimizerConfig(name="adafactor", lr=0.01), 1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        model(torch.full((1, 3), 1.0 + number)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    for number in range(3):
+        step(model, optimizer, number)
+    tensors, values = state.optimizer_state(model, optimizer)
+    other, loaded = build()
+    state.load_optimizer(other, loaded, {name: tensor.clone() for name, tensor in tensors.items()}, values)
+    other.load_state_dict(model.state_dict())
+    for each in ((model, optimizer), (other, loaded)):
+        step(*each, 3)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_come_back_whatever_the_optimiser_does_to_them(tmp_path: Path) -> None:
+    """torch loads an optimiser's state by a step of size 0, which MADGRAD rounds."""
+    config = small(optimizer={"name": "madgradw"}, train={"max_steps": 2}, ema={"decay": None})
+    fit(config, tmp_path, quiet=True)
+    trainer = Trainer(config, tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True)
+    trainer.report.close()
+    for name, tensor in weights(tmp_path).items():
+        assert torch.equal(trainer.bare.state_dict()[name], tensor), name
 
 
 def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:

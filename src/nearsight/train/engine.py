@@ -289,8 +289,8 @@ class Trainer:
         checkpoint.want("task", "config", "optimizer", "scaler", *NUMBERS)
         if saved["task"] != self.config.task:
             raise UserError(f"{source} is of task {saved['task']!r}, wanted {self.config.task!r}.")
-        state.load_model(self.model, checkpoint.tensors("model"), source)
-        moments = checkpoint.tensors("optimizer")
+        weights, moments = checkpoint.tensors("model"), checkpoint.tensors("optimizer")
+        state.load_model(self.model, weights, source)
         try:
             state.load_optimizer(self.model, self.inner, moments, saved["optimizer"], self.config.optimizer.options)
         except (KeyError, ValueError, RuntimeError) as error:
@@ -299,6 +299,8 @@ class Trainer:
                 f"{source} holds what optimizer.name={before} had gathered, which {self.config.optimizer.name} with these "
                 f"options has no place for ({error}); resume with the options it was trained with."
             ) from error
+        # Once more: torch makes an optimiser's state by a step of size 0, which need not leave every weight as it is.
+        state.load_model(self.model, weights, source)
         if self.ema is not None:
             if not checkpoint.has("ema"):
                 raise UserError(f"{source} has no moving average; resume with ema.decay=null.")
