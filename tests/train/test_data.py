@@ -452,6 +452,13 @@ def test_drawing_from_a_seed_leaves_the_runs_generators_alone() -> None:
     assert drawn() == plain
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_evaluation_has_a_batch_size_of_its_own(on_device: bool) -> None:
+    data = settings("digits", channels=1, batch_size=64, eval_batch_size=200, on_device=on_device)
+    assert [len(batch.targets) for batch in batches(data, training=False).epoch(0)] == [200, 200, 200]
+    assert len(next(batches(data).epoch(0)).targets) == 64
+
+
 def test_evaluation_takes_each_image_once() -> None:
     for count, batch, world in ((5, 2, 2), (450, 64, 3), (7, 7, 1), (1, 4, 2)):
         taken = [plan(count, batch, Where(torch.device("cpu"), rank, world)) for rank in range(world)]
@@ -688,6 +695,23 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert torch.equal(next(batches(data).epoch(0)).images, first)
+
+
+def test_a_stream_is_shuffled_anew_in_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    hugging_face_set(tmp_path / "set")
+    keys = {"num_classes": 2, "train_images": 12, "eval_images": 5, "root": str(tmp_path / "cache")}
+
+    def seen(stream: Any, epoch: int) -> list[float]:
+        return [float(image[0, 0, 0]) for batch in stream.epoch(epoch) for image in batch.images]
+
+    data = settings(f"hfids/{tmp_path / 'set'}", **keys)
+    stream = batches(data)
+    first, second = seen(stream, 0), seen(stream, 1)
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert seen(batches(data), 1) == second
 
 
 def test_a_stream_of_decoded_images() -> None:

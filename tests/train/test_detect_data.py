@@ -13,10 +13,11 @@ from PIL import Image
 
 from nearsight.errors import UserError
 from nearsight.train.data.batches import Where
-from nearsight.train.data.boxes import Objects
+from nearsight.train.data.boxes import AnnotatedImages, Objects
 from nearsight.train.data.detection import (
     DetectionBatches,
     DetectionDataConfig,
+    KeptImages,
     TrainTransform,
     eval_resize,
     open_detection,
@@ -327,6 +328,25 @@ def test_boxes_follow_their_pixels(sides: Any, augment: Any, largest: int) -> No
     assert lost == 0 or "crop" in augment
 
 
+def test_colours_change_when_told() -> None:
+    pixels, objects = marked(30, 40, (5, 6, 20, 25))
+    grey = pixels // 2 + 20
+    for strength in (0.0, 0.9):
+        data = DetectionDataConfig.model_validate(
+            {"source": "coco:x", "long_side": 40, "augment": {"color_jitter": strength}}
+        )
+        images = [TrainTransform(data)(grey, objects)[0] for _ in range(2)]
+        assert torch.equal(images[0], grey) == (strength == 0)
+        assert torch.equal(images[0], images[1]) == (strength == 0)
+
+
+def test_every_short_side_is_drawn() -> None:
+    keys = {"source": "coco:x", "long_side": 100, "augment": {"short_sides": [10, 20, 30]}}
+    transform = TrainTransform(DetectionDataConfig.model_validate(keys))
+    seen = {tuple(transform(*marked(40, 80, (10, 10, 30, 30)))[0].shape[1:]) for _ in range(40)}
+    assert seen == {(10, 20), (20, 40), (30, 60)}
+
+
 def test_the_evaluations_size() -> None:
     for sides, rows, columns, wanted in (
         ({"long_side": 64}, 30, 100, (19, 64)),
@@ -394,6 +414,16 @@ def test_batches_depend_on_seed_epoch_and_position_alone(coco: Path) -> None:
     (whole,) = epoch(coco, batch_size=4)
     parts = [epoch(coco, batch_size=2, where=Where(CPU.device, rank, 2))[0] for rank in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(whole.images, parts[0].images + parts[1].images, strict=True))
+
+
+def test_images_stay_on_disk_where_they_are_too_many(coco: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = settings(coco)
+    split = opened(data)[0].train
+    pixels = 3 * sum(one.image.width * one.image.height for one in TRAIN)
+    for room, wanted in ((pixels, KeptImages), (pixels - 1, AnnotatedImages)):
+        monkeypatch.setattr("nearsight.train.data.detection.ON_DEVICE_BYTES", room)
+        batches: Any = DetectionBatches(split, data, CPU, seed=0, training=True)
+        assert type(batches.loader.dataset.split) is wanted
 
 
 def test_evaluation_sees_every_image_once(coco: Path) -> None:

@@ -63,6 +63,11 @@ def test_predictions_are_the_networks(run: Any, tmp_path: Path) -> None:
         assert one.labels == [str(int(i)) for i in row.topk(4).indices]
         assert one.probabilities == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
     assert len(predict(network, files[:1], top=99)[0].labels) == 10
+    many = files * 43  # two parts of 64, and a rest
+    again = [found[i % 3]._replace(labels=found[i % 3].labels[:1]) for i in range(129)]
+    assert [(one.file, one.labels) for one in predict(network, many, top=1)] == [
+        (one.file, one.labels) for one in again
+    ]
     with pytest.raises(UserError, match="no image file"):
         predict(network, [tmp_path / "gone.png"])
     files[0].write_text("no image")
