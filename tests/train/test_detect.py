@@ -250,6 +250,7 @@ def test_predictions_are_in_the_files_pixels(run: Any, tmp_path: Path) -> None:
             assert box == pytest.approx(truth, abs=1.5)
         assert found.scores == sorted(found.scores, reverse=True)
     assert [len(one.boxes) for one in detect(network, files, threshold=0.85)] == [1, 1, 1]
+    assert [len(one.boxes) for one in detect(network, files, threshold=0.9)] == [1, 1, 1]  # at least so sure
     with pytest.raises(UserError, match="no image file"):
         detect(network, [tmp_path / "gone.png"])
     files[0].write_text("no image")

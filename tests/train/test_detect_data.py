@@ -340,13 +340,6 @@ def test_colours_change_when_told() -> None:
         assert torch.equal(images[0], images[1]) == (strength == 0)
 
 
-def test_every_short_side_is_drawn() -> None:
-    keys = {"source": "coco:x", "long_side": 100, "augment": {"short_sides": [10, 20, 30]}}
-    transform = TrainTransform(DetectionDataConfig.model_validate(keys))
-    seen = {tuple(transform(*marked(40, 80, (10, 10, 30, 30)))[0].shape[1:]) for _ in range(40)}
-    assert seen == {(10, 20), (20, 40), (30, 60)}
-
-
 def test_the_evaluations_size() -> None:
     for sides, rows, columns, wanted in (
         ({"long_side": 64}, 30, 100, (19, 64)),

@@ -255,13 +255,14 @@ def test_what_a_class_is():
     assert plain == key(torch.ones(4, 6), [3, 5], 1.0)
     others = [
         key(memory[1:25].view(4, 6), [3, 5], 1.0),  # begins elsewhere within 16 bytes
+        key(memory[2:26].view(4, 6), [3, 5], 1.0),
         key(memory[:24].view(6, 4), [3, 5], 1.0),
         key(memory[:24].view(6, 4).T, [3, 5], 1.0),
         key(memory.bfloat16()[:24].view(4, 6), [3, 5], 1.0),
         key(memory[:24].view(4, 6), [5, 3], 1.0),
         key(memory[:24].view(4, 6), [3, 5], 0.5),
     ]
-    assert len({plain, *others}) == 7
+    assert len({plain, *others}) == 8
 
 
 def test_the_launcher_gets_what_triton_gives_it(driver):

@@ -47,6 +47,37 @@ def test_refuses_images_out_of_reach_of_32_bit_offsets():
     assert triton_support._image_reach(torch.empty(5, 0, 3)) < 2**31
 
 
+def stand_in(stride, device="cpu"):
+    """What a refusal asks of a tensor [1, 2], without its memory."""
+    return types.SimpleNamespace(
+        device=torch.device(device), dtype=torch.float32, shape=torch.Size([1, 2]), stride=lambda: (1, stride)
+    )
+
+
+def test_every_tensor_must_be_in_reach(monkeypatch):
+    monkeypatch.setattr(triton_support, "INTERPRETED", True)
+    near, far = stand_in(2**31 - 1), stand_in(2**31)
+    assert common_refusal(near, None, near) is None
+    for given in ((far,), (near, far), (near, None, far)):
+        assert common_refusal(*given) == "needs images of fewer than 2³¹ elements, got shape [1, 2]"
+
+
+@pytest.mark.parametrize(("capability", "refuses"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_refuses_gpus_that_are_too_old(monkeypatch, capability, refuses):
+    monkeypatch.setattr(triton_support, "_capability", lambda index: capability)
+    wanted = f"needs a GPU of compute capability 8.0 or later, got {capability}" if refuses else None
+    assert common_refusal(stand_in(1, "cuda")) == wanted
+
+
+def test_refuses_to_be_exported_and_to_run_without_triton(monkeypatch):
+    monkeypatch.setattr(triton_support, "INTERPRETED", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_support, "exporting", lambda: True)
+        assert common_refusal(stand_in(1)) == "needs a call that runs, got one that is being exported"
+    monkeypatch.setattr(triton_support, "HAS_TRITON", False)
+    assert common_refusal(stand_in(1)) == "needs the triton package, got a Python without it; install triton"
+
+
 def test_float32_products_are_float32():
     assert dot_precision(torch.float32) == ("tf32x3" if torch.version.hip is None else "ieee")
 
