@@ -110,6 +110,21 @@ def test_eval(run: Path, capsys: Any) -> None:
     assert "95 % interval" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "average"), [([], True), (["--raw"], False)])
+def test_eval_takes_the_average_or_the_weights_themselves(words: list[str], average: bool, monkeypatch: Any) -> None:
+    from nearsight.train import inference
+
+    asked: list[Any] = []
+
+    def evaluate(path: Path, overrides: Any, **options: Any) -> dict[str, Any]:
+        asked.append((path, overrides, options))
+        return {"accuracy": 0.5, "images": 4}
+
+    monkeypatch.setattr(inference, "evaluate", evaluate)
+    assert main(["eval", "a", "data.root=b", *words]) == 0
+    assert asked == [(Path("a"), ["data.root=b"], {"average": average})]
+
+
 def test_predict(run: Path, tmp_path: Path, capsys: Any) -> None:
     Image.new("L", (20, 13), 90).save(tmp_path / "x.png")
     assert main(["predict", str(run), str(tmp_path / "x.png"), "--top", "3", "--json"]) == 0
@@ -118,6 +133,9 @@ def test_predict(run: Path, tmp_path: Path, capsys: Any) -> None:
     assert len(one["classes"]) == 3
     assert main(["predict", str(run), str(tmp_path / "x.png")]) == 0
     assert "x.png" in capsys.readouterr().out
+    assert main(["predict", str(run), str(tmp_path / "x.png"), "-o", "found"]) == 2
+    wanted = "nearsight predict: -o: got 'found', but a network of task 'classify' draws nothing; leave it out.\n"
+    assert capsys.readouterr() == ("", wanted)
 
 
 def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -154,6 +172,42 @@ def test_a_recipe_that_is_no_text(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.yaml").write_bytes(b"model: \x93\xff")
     assert main(["train", str(tmp_path / "x.yaml")]) == 2
     assert capsys.readouterr().err == f"nearsight train: {tmp_path / 'x.yaml'}: got no text, wanted YAML in UTF-8.\n"
+
+
+def test_a_second_interrupt_gives_its_code(monkeypatch: Any, tmp_path: Path) -> None:
+    from nearsight.train import engine
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "fit", interrupted)
+    assert main(["train", "digits/conv_nano", "--out", str(tmp_path)]) == 130
+
+
+def test_one_process_of_many_tells_the_outcome(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    from nearsight.train import engine
+
+    result = engine.Result(tmp_path, 3, {"accuracy": 0.5}, 0.5, 1.0, 1.0, 9.0, 77)
+    monkeypatch.setattr(engine, "fit", lambda *args, **kwargs: result)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "digits/conv_nano", "--out", str(tmp_path), "--json"]) == 0
+        assert capsys.readouterr().out.count('"parameters": 77') == (rank == "0")
+
+
+def test_a_checkpoint_goes_on_in_its_own_run(monkeypatch: Any, run: Path) -> None:
+    from nearsight.train import engine
+
+    asked: list[Any] = []
+
+    def stopped(config: Any, folder: Path, *, resume: Path, **options: Any) -> None:
+        asked.append((config.train.max_steps, folder, resume))
+        raise engine.Stopped(2, 7, folder, None)
+
+    monkeypatch.setattr(engine, "fit", stopped)
+    path = next((run / "checkpoints").iterdir())
+    assert main(["train", "train.max_steps=9", "--resume", str(path)]) == 130
+    assert asked == [(9, run, path)]
 
 
 def test_a_signal_gives_its_code(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:

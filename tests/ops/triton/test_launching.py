@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import inspect
 import re
 import types
 import weakref
@@ -263,6 +264,14 @@ def test_what_a_class_is():
         key(memory[:24].view(4, 6), [3, 5], 0.5),
     ]
     assert len({plain, *others}) == 8
+
+
+def test_sizes_may_come_without_end(monkeypatch):
+    monkeypatch.setattr(launching, "MOST_KEPT", 3)
+    function = launching.replayed(torch.empty_like)
+    for size in range(1, 9):
+        assert function(torch.ones(size)).shape == (size,)
+        assert len(inspect.getclosurevars(function).nonlocals["calls"]) <= 3
 
 
 def test_the_launcher_gets_what_triton_gives_it(driver):
