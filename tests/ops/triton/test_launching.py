@@ -266,6 +266,33 @@ def test_what_a_class_is():
     assert len({plain, *others}) == 8
 
 
+def test_without_replays_within_itself():
+    with launching.without_replays():
+        with launching.without_replays():
+            pass
+        assert not launching._Replays.on
+    assert launching._Replays.on
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_either_hook_is_a_profilers(hook, chained):
+    """Triton has a function there, or a chain of them."""
+    none, some = (types.SimpleNamespace(calls=[]), types.SimpleNamespace(calls=[print])) if chained else (None, print)
+    for given, watched in ((none, False), (some, True)):
+        runtime = types.SimpleNamespace(**{"launch_enter_hook": none, "launch_exit_hook": none, hook: given})
+        with mock.patch.object(launching, "_triton", return_value=(None, runtime)):
+            assert launching._watched() == watched
+
+
+def test_where_launches_are_replayed(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert launching._can_replay(torch.ones(1))
+    assert not launching._can_replay(torch.ones(1, device="meta"))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not launching._can_replay(torch.ones(1))
+
+
 def test_sizes_may_come_without_end(monkeypatch):
     monkeypatch.setattr(launching, "MOST_KEPT", 3)
     function = launching.replayed(torch.empty_like)

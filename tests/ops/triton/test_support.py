@@ -122,6 +122,47 @@ def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
         (gc.enable if before else gc.disable)()
 
 
+def test_nothing_is_compiled_beforehand_while_a_graph_is_captured(driver, monkeypatch):
+    order = []
+    kernel = types.SimpleNamespace(src="", warmup=lambda grid: order.append(grid))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    triton_support.compile_together("later", lambda: triton_support.launch(kernel, (1,)))
+    assert order == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(2):
+        triton_support.compile_together("later", lambda: triton_support.launch(kernel, (1,)))
+    assert order == [(1,)]
+
+
+def test_what_only_the_threads_got_wrong_is_mended(driver, monkeypatch):
+    order = []
+
+    def warmup(name, grid):
+        order.append(name)
+
+    class Failed(triton_support._Loader):
+        def __exit__(self, *error):
+            self.failed = True
+            return super().__exit__(*error)
+
+    kernels = {name: types.SimpleNamespace(src="x" * size, warmup=warmup) for name, size in (("a", 3), ("c", 2))}
+    monkeypatch.setattr(triton_support, "_Loader", Failed)
+    triton_support.compile_together(
+        "two", lambda: [triton_support.launch(kernel, (1,), name) for name, kernel in kernels.items()]
+    )
+    assert order == ["a", "c", "a", "c"]
+
+
+def test_tensors_without_memory_begin_as_far_from_16_bytes():
+    memory = torch.zeros(40)
+    assert memory.data_ptr() % 16 == 0
+    for start in (0, 1, 2, 3, 5):
+        like = triton_support.meta_like(memory[start : start + 12].view(3, 4)[:, 1:])
+        assert (like.shape, like.stride()) == ((3, 3), (4, 1))
+        assert 4 * like.storage_offset() == 4 * (start + 1) % 16
+    assert triton_support.meta_like(memory[:0].view(0, 3)).shape == (0, 3)
+
+
 def test_the_longest_kernel_is_compiled_first(driver):
     """What follows Triton's Python takes longest for it."""
     order = []
