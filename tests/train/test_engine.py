@@ -136,6 +136,14 @@ def test_batchnorms_of_several_processes_are_joined_when_asked(tmp_path: Path, m
         ]
         assert joined
         assert set(joined) == {wanted}
+    monkeypatch.setattr(
+        engine, "Accelerator", lambda **keys: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    )
+    with pytest.raises(
+        UserError, match=r"^model\.sync_bn: got true on CPUs, where torch cannot join BatchNorms; wanted f"
+    ):
+        engine.make_accelerator(small(model={"sync_bn": True}))
+    engine.make_accelerator(small())
 
 
 def test_an_optimiser_comes_back_with_its_own_settings_and_memory() -> None:

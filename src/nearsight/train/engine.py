@@ -84,7 +84,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if config.train.precision == "fp16" and (config.train.device == "cpu" or not torch.accelerator.is_available()):
         raise UserError("train.precision: got fp16 on a CPU, wanted bf16 or fp32; half precision needs a GPU.")
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision="no" if config.train.precision == "fp32" else config.train.precision,
             cpu=config.train.device == "cpu",
             step_scheduler_with_optimizer=False,
@@ -95,6 +95,9 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         )
     except ValueError as error:
         raise UserError(f"train.precision: {config.train.precision!r} cannot run here ({error}).") from error
+    if config.model.sync_bn and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        raise UserError("model.sync_bn: got true on CPUs, where torch cannot join BatchNorms; wanted false, or GPUs.")
+    return accelerator
 
 
 @contextlib.contextmanager
