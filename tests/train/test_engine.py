@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -445,6 +447,17 @@ def test_weights_come_back_whatever_the_optimiser_does_to_them(tmp_path: Path) -
         assert torch.equal(trainer.bare.state_dict()[name], tensor), name
 
 
+def test_all_generators_come_back() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), random.gauss(), np.random.rand(), np.random.randn(), float(torch.rand(()))]
+
+    drawn()  # one gaussian of each pair is kept for the next call
+    saved = state.random_state(torch.device("cpu"))
+    wanted = [drawn(), drawn()]
+    state.load_random(saved, torch.device("cpu"))
+    assert [drawn(), drawn()] == wanted
+
+
 def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:
     fit(small(train={"max_steps": 1}), tmp_path, quiet=True)
     for name in ("momentum", "lion", "adopt"):
@@ -475,6 +488,9 @@ def test_resume_with_another_batch_keeps_the_share_of_the_epoch(tmp_path: Path) 
     fit(small(train={"max_steps": 4}), tmp_path, quiet=True)
     trainer = Trainer(small(data={"batch_size": 128}), tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True)
     assert (trainer.place.step, trainer.place.in_epoch) == (2, 2)
+    # The rate of step 2 of 10, not what step 4 of 21 left in the optimiser.
+    wanted = 3e-3 * (1 + math.cos(math.pi * 2 / 10)) / 2
+    assert [group["lr"] for group in trainer.inner.param_groups] == pytest.approx([wanted] * 2)
     trainer.report.close()
 
 
