@@ -282,6 +282,31 @@ def test_networks_beside_each_other(run: tuple[Path, Any], folder: Path, tmp_pat
     assert "qna qna L1" in capsys.readouterr().out
     again = load_network(run[0])
     assert list(compare([again, again], [folder / "val" / "3.png"]).rebuilt) == ["qna qna one"]
+    other = again._replace(checkpoint=again.checkpoint._replace(path=tmp_path / "b" / "one" / "checkpoints" / "step-1"))
+    # Runs of one name in different folders: neither takes the other's place.
+    assert list(compare([again, other], [folder / "val" / "3.png"]).rebuilt) == [
+        f"qna qna {network.checkpoint.path}" for network in (again, other)
+    ]
+
+
+def test_each_network_sees_the_images_in_its_own_units(run: tuple[Path, Any], folder: Path) -> None:
+    seen = []
+
+    class Same(torch.nn.Module):
+        encoder_kind = decoder_kind = "none"
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(images)
+            return images
+
+    first = load_network(run[0])
+    facts = {**first.card["input"], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    state = {**first.checkpoint.state, "card": {**first.card, "input": facts}}
+    other = first._replace(model=Same(), checkpoint=first.checkpoint._replace(state=state))
+    found = compare([first, other], [folder / "val" / "3.png"])
+    mean, std = (torch.tensor(facts[key]).view(3, 1, 1) for key in ("mean", "std"))
+    torch.testing.assert_close(seen[0] * std + mean, found.images)
+    torch.testing.assert_close([*found.rebuilt.values()][-1], found.images)
 
 
 # ── Mistakes ──
@@ -291,6 +316,7 @@ def test_networks_beside_each_other(run: tuple[Path, Any], folder: Path, tmp_pat
     ("sections", "text"),
     [
         ({"data": {"image_size": 40}}, r"^data\.image_size: got 40, wanted a multiple of 32, .*; the nearest is 32\.$"),
+        ({"data": {"image_size": 50}}, r"^data\.image_size: got 50, wanted a multiple of 32, .*; the nearest is 64\.$"),
         ({"model": {"name": "test_resnet", "options": {"widths": None}}}, r"^model\.name: test_resnet gives no images"),
         ({"model": {"options": {"encoder": "max"}}}, r"got encoder='max', wanted one of 'qna', 'conv', 'pool'"),
         ({"model": {"drop_path": 0.1}}, r"^model: qna_autoencoder cannot be built with"),

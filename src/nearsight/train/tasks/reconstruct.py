@@ -267,10 +267,15 @@ def _held_out(network: Network) -> Tensor:
 
 
 def _names(networks: Sequence[Network]) -> list[str]:
-    """The pairing of each; where one comes twice, its run too."""
+    """The pairing of each; where one comes twice, its run too, and where that does not tell them apart, its path."""
     pairs = [f"{network.model.encoder_kind} {network.model.decoder_kind}" for network in networks]
-    runs = [network.checkpoint.path.parent.parent.name for network in networks]
-    return [pair if pairs.count(pair) == 1 else f"{pair} {run}" for pair, run in zip(pairs, runs, strict=True)]
+    paths = [network.checkpoint.path for network in networks]
+    runs = [f"{pair} {path.parent.parent.name}" for pair, path in zip(pairs, paths, strict=True)]
+    alike = [len({path for path, other in zip(paths, runs, strict=True) if other == run}) for run in runs]
+    return [
+        pair if pairs.count(pair) == 1 else run if count == 1 else f"{pair} {path}"
+        for pair, run, path, count in zip(pairs, runs, paths, alike, strict=True)
+    ]
 
 
 CONFIG = ReconstructConfig
