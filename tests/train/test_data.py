@@ -369,6 +369,9 @@ def test_a_bomb_is_refused_before_it_unpacks() -> None:
     for side in (10_000, 100_000):
         with pytest.raises(BadImageError, match=r"pixels"):
             decode(claims(side), "RGB", 89_478_485)
+    assert decode(encoded(0), "RGB", 63).size == (7, 9)
+    with pytest.raises(BadImageError, match=r"^7×9 pixels exceed data\.max_pixels=62$"):
+        decode(encoded(0), "RGB", 62)
 
 
 def test_formats_that_pillow_half_knows_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:

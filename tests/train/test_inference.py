@@ -23,7 +23,8 @@ from tests.train.support import small
 def run(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("run")
     options = {"name": "sasa_resnet_nano", "drop_path": None, "options": {"stages": "ccca"}}
-    result = fit(small(model=options, train={"max_steps": 6}), folder, quiet=True)
+    data = {"crop_pct": 0.9, "interpolation": "bicubic"}
+    result = fit(small(model=options, data=data, train={"max_steps": 6}), folder, quiet=True)
     return folder, result
 
 
@@ -114,4 +115,5 @@ def test_hub_round_trip(run: Any, tmp_path: Path) -> None:
     settings = timm.data.resolve_model_data_config(back)
     assert list(settings["input_size"]) == [1, 8, 8]
     assert list(settings["mean"]) == pytest.approx([0.305])
+    assert (settings["crop_pct"], settings["interpolation"]) == (0.9, "bicubic")
     assert back.pretrained_cfg["label_names"] == [str(n) for n in range(10)]

@@ -117,6 +117,14 @@ def test_l1_falls_five_times_on_larger_crops(tmp_path: Path) -> None:
 # ── What it measures ──
 
 
+def test_only_the_first_images_are_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearsight.train.tasks.reconstruct.SHOWN", 3)
+    task: Any = build_task(config(folder, data={"batch_size": 2}), CPU, print)
+    for _ in range(2):
+        assert task.evaluate(task.model)["images"] == 7
+        assert len(task.shown) == 3
+
+
 def test_loss_is_the_mean_error_of_pixels_in_0_to_1(folder: Path) -> None:
     task: Any = build_task(config(folder, data={"mean": [0.4, 0.5, 0.6], "std": [0.1, 0.2, 0.5]}), CPU, print)
     batch = next(iter(task.train.epoch(0)))
@@ -325,6 +333,19 @@ def test_each_network_sees_the_images_in_its_own_units(run: tuple[Path, Any], fo
 def test_wrong_keys_are_one_sentence(folder: Path, sections: Any, text: str) -> None:
     with pytest.raises(Exception, match=text):
         build_task(config(folder, **sections), CPU, print)
+
+
+def test_evaluation_wants_the_same_task(run: tuple[Path, Any], folder: Path) -> None:
+    classes = folder.parent / "classes"
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (classes / split / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(classes / split / name / "x.png")
+    keys = ["task=classify", f"data.source=folder:{classes}"]
+    with pytest.raises(
+        UserError, match=r"got a checkpoint of task 'reconstruct' with task=classify, wanted the same\.$"
+    ):
+        evaluate(run[0], keys, device="cpu")
 
 
 def test_networks_of_other_sizes_are_not_compared(run: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:
