@@ -26,7 +26,7 @@ from nearsight.train.data.config import AugmentConfig, DataConfig
 from nearsight.train.data.decoded import eval_transform, materialise, train_transform
 from nearsight.train.data.sources import PACKAGES, open_source
 from nearsight.train.data.splits import hold_out
-from nearsight.train.data.streams import Stream, stream_length
+from nearsight.train.data.streams import Encoded, Stream, _plain_sample, stream_length
 
 CPU = Where(torch.device("cpu"))
 
@@ -698,6 +698,18 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert torch.equal(next(batches(data).epoch(0)).images, first)
+
+
+def test_alternative_labels_of_a_tar_file() -> None:
+    """timm's: a label in the JSON beside the image; below 0 the image is left out."""
+    sample = {"__key__": "7", "png": b"...", "cls": b"3", "json": b'{"other": 5, "none": -1}'}
+    assert _plain_sample(sample, "jpg;png") == {"jpg": Encoded("7.png", b"..."), "cls": 3}
+    other = _plain_sample(sample, "jpg;png", alt_label="other")
+    assert other is not None
+    assert other["cls"] == 5
+    assert _plain_sample(sample, "jpg;png", alt_label="none") is None
+    with pytest.raises(ValueError, match=r"^7 has none of jpg;webp$"):
+        _plain_sample(sample, "jpg;webp")
 
 
 def test_a_stream_is_shuffled_anew_in_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,25 @@ def test_the_usual_names_are_found(coco: Path) -> None:
     assert source.train.read(0)[0].size == TRAIN[0].image.size
 
 
+def test_two_years_of_a_split_are_not_guessed_between(coco: Path) -> None:
+    file = coco / "annotations" / "instances_train.json"
+    for year in ("2014", "2017"):
+        (coco / "annotations" / f"instances_train{year}.json").write_text(file.read_text())
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no split train \(it has train2014, train2017, val\)"):
+        opened(settings(coco))
+    assert len(opened(settings(coco, train_split="train2014"))[0].train) == 5
+
+
+def test_classes_come_in_the_order_of_their_ids(coco: Path) -> None:
+    for name, scenes in (("train", TRAIN), ("val", VAL)):
+        keys = coco_keys(scenes, ids=(8, 3, 7))
+        (coco / "annotations" / f"instances_{name}.json").write_text(json.dumps(keys))
+    source, _ = opened(settings(coco))
+    assert source.classes == [CLASSES[1], CLASSES[2], CLASSES[0]]
+    assert source.train.objects_of(1).labels.tolist() == [{0: 2, 1: 0, 2: 1}[label] for label in TRAIN[1].labels]
+
+
 def test_annotations_beside_the_images(coco: Path) -> None:
     for name, place in (("train", "train"), ("val", "valid")):
         (coco / "images" / name).rename(coco / place)
