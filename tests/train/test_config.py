@@ -23,6 +23,7 @@ from tests.train.support import SMALL, small
         ("optimizer.lrr=1", "unknown key optimizer.lrr (the nearest is optimizer.lr)"),
         ("optimiser.lr=1", "unknown key optimiser (the nearest is optimizer)"),
         ("data.weight_decay=1", "unknown key data.weight_decay (the nearest is optimizer.weight_decay)"),
+        ("model.lr=1", "unknown key model.lr (the nearest is optimizer.lr)"),  # not model.drop, which looks more alike
         ("optimizer.lr=fast", "optimizer.lr: got 'fast', wanted a valid number"),
         ("optimizer.lr=0", "optimizer.lr: got 0, wanted greater than 0"),
         ("schedule.name=cosin", "schedule.name: got 'cosin', wanted 'cosine', 'restarts', 'step' or 'constant'"),

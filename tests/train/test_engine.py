@@ -29,6 +29,7 @@ from nearsight.train.replay import ReplayedUpdate
 from nearsight.train.schedule import build_optimizer
 from tests.train.support import small
 
+DONE = SimpleNamespace(close=lambda: None)
 PLAIN: dict[str, Any] = {
     "data": {"augment": {"crop": "none", "cutout": 0, "erase": 0}},
     "loss": {"label_smoothing": 0.0, "mixup": 0.0},
@@ -324,6 +325,14 @@ def test_a_disk_too_full_for_the_log_ends_it_likewise(tmp_path: Path, monkeypatc
     monkeypatch.setattr(trainer.report, "file", SimpleNamespace(close=full, write=print, flush=print))
     with pytest.raises(UserError, match=r"cannot write into .*: the disk is full; the last good .* is .*step-00000003"):
         trainer.fit()
+
+
+def test_tensorboard_keeps_the_point_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets the points from a step on: of a resumed run those after its checkpoint."""
+    asked: list[Any] = []
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda folder, **keys: asked.append(keys) or DONE)
+    Reporter(tmp_path, leader=True, total=9, start=4, tensorboard=True, quiet=True).close()
+    assert asked == [{"purge_step": 5}]
 
 
 def test_tensorboards_thread_keeps_quiet_about_a_full_disk(tmp_path: Path, capsys: Any) -> None:
