@@ -458,7 +458,9 @@ def test_drawing_from_a_seed_leaves_the_runs_generators_alone() -> None:
 @pytest.mark.parametrize("on_device", [True, False])
 def test_evaluation_has_a_batch_size_of_its_own(on_device: bool) -> None:
     data = settings("digits", channels=1, batch_size=64, eval_batch_size=200, on_device=on_device)
-    assert [len(batch.targets) for batch in batches(data, training=False).epoch(0)] == [200, 200, 200]
+    held = batches(data, training=False)
+    assert [len(batch.targets) for batch in held.epoch(0)] == [200, 200, 200]
+    assert len(held) == 3
     assert len(next(batches(data).epoch(0)).targets) == 64
 
 

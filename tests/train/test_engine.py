@@ -104,6 +104,12 @@ def test_the_best_is_the_largest_or_the_smallest_of_the_metric(averaged: bool, l
     assert Trainer._score(trainer, {"m": 0.4, "ema_m": 0.7}) == score
 
 
+def test_what_is_logged_is_the_mean_of_the_steps_since() -> None:
+    trainer: Any = SimpleNamespace(where=Where(torch.device("cpu")))
+    steps = [{"loss": torch.tensor(loss), "accuracy": torch.tensor(1 / loss)} for loss in (1.0, 4.0)]
+    assert Trainer._means(trainer, steps) == {"loss": 2.5, "accuracy": 0.625}
+
+
 def test_a_run_goes_on_from_its_last_checkpoint_not_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, score in ((1, 0.9), (2, 0.1)):
         checkpoints.write(tmp_path, {"step": step, "score": score}, {"model": {"a": torch.ones(1)}})
