@@ -13,8 +13,8 @@ from nearsight.ops import native_support
 from nearsight.train import checkpoints
 from nearsight.train.inference import evaluate
 from nearsight.train.log import read_log
+from tests.train.data.support import shards
 from tests.train.support import processes, sharded, small, train
-from tests.train.test_data import shards
 
 # Without BatchNorm, drop path and mixing, the two runs differ by the order of additions alone.
 SAME: dict[str, Any] = {
