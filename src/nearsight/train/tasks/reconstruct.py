@@ -5,6 +5,7 @@ Errors are in units of the pixels' range, 0 to 1: an L1 of 0.01 is 2.55 of 255 g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -271,10 +272,10 @@ def _names(networks: Sequence[Network]) -> list[str]:
     pairs = [f"{network.model.encoder_kind} {network.model.decoder_kind}" for network in networks]
     paths = [network.checkpoint.path for network in networks]
     runs = [f"{pair} {path.parent.parent.name}" for pair, path in zip(pairs, paths, strict=True)]
-    alike = [len({path for path, other in zip(paths, runs, strict=True) if other == run}) for run in runs]
+    alike = Counter(run for run, _ in set(zip(runs, paths, strict=True)))
     return [
-        pair if pairs.count(pair) == 1 else run if count == 1 else f"{pair} {path}"
-        for pair, run, path, count in zip(pairs, runs, paths, alike, strict=True)
+        pair if pairs.count(pair) == 1 else run if alike[run] == 1 else f"{pair} {path}"
+        for pair, run, path in zip(pairs, runs, paths, strict=True)
     ]
 
 
