@@ -17,8 +17,7 @@ __all__ = ["begin"]
 def begin(EARLY: tl.constexpr):
     """Launched EARLY, while the kernel before still runs: let the next one come, and wait until all before has ended.
 
-    Before a program reads or writes anything; all of them must, or the kernel after the next could not rely on it. Arithmetic
-    may come first: it is done while the kernel before ends.
+    The first thing that a program does; all of them must, or the kernel after the next could not rely on it.
     """
     if EARLY:
         gdc_launch_dependents()

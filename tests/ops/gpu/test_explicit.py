@@ -7,7 +7,6 @@ from nearsight.ops import explicit_attention
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
 from tests.support.draws import picker
-from tests.support.overlap import assert_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -60,14 +59,6 @@ def test_two_runs_agree_to_the_bit():
     inputs = make(torch.bfloat16, (56, 56), 64, batch=32)
     for one, two in zip(step(inputs), step(inputs), strict=True):
         assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("size", [(28, 28), (14, 14)])
-@pytest.mark.parametrize("captured", [False, True])
-def test_kernels_that_start_early_wait_for_what_they_read(size, captured):
-    kept = [make(torch.bfloat16, size, 16, batch=128, seed=seed) for seed in range(3)]
-    kept = [{name: t for name, t in inputs.items() if t is not None} for inputs in kept]
-    assert_waits(step, kept, captured)
 
 
 def test_memory_is_that_of_the_map():

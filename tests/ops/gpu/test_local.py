@@ -9,7 +9,6 @@ from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
 from tests.support.draws import picker
-from tests.support.overlap import assert_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -103,25 +102,6 @@ def test_twice_gives_the_same_bits():
 
     for one, other in zip(gradients(), gradients(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(("size", "dim"), [((56, 56), 8), ((28, 28), 16), ((14, 14), 32), ((7, 7), 64)])
-@pytest.mark.parametrize("captured", [False, True])
-def test_kernels_that_start_early_wait_for_what_they_read(size, dim, captured):
-    """The batch is large enough that every kernel overlaps the next."""
-
-    def draw(seed):
-        generator = torch.Generator(device="cuda").manual_seed(seed)
-        shapes = dict.fromkeys(("q", "k", "v"), (64, *size, 8, dim))
-        shapes |= dict.fromkeys(("rel_row", "rel_col"), (7, dim // 2))
-        return {n: torch.randn(shape, generator=generator, device="cuda").to(BFLOAT) for n, shape in shapes.items()}
-
-    def step(inputs):
-        leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
-        out = local_attention(**leaves, window=7, backend="triton")
-        return [out, *torch.autograd.grad(out, list(leaves.values()), leaves["v"].detach())]
-
-    assert_waits(step, [draw(seed) for seed in range(3)], captured)
 
 
 def test_slices_of_one_projection_are_not_copied():

@@ -55,11 +55,3 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_support, "_compiled", set())
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     return driver
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """The driver's GPU is one on which a kernel can start while the one before ends."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_support, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(triton_support, "_multiprocessors", lambda index: 132)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nearsight.ops import triton_support
-from tests.support.compiled import assert_all_wait
 
 pytest.importorskip("triton")
 
@@ -35,12 +34,6 @@ def test_everything_is_compiled_before_the_first_launch(driver):
     assert len(driver.compiled) == 3, "another size of the same class compiled again"
 
 
-@pytest.mark.parametrize(("size", "nodes"), [((7, 14), []), ((20, 18), ["prepare", "forward", "backward"])])
-def test_kernels_of_small_maps_start_early_and_wait(driver, hopper, tmp_path, size, nodes):
-    forward(size, trains=True)
-    assert_all_wait(tmp_path, [*nodes, "whole_forward", "whole_backward", "add_shares"])
-
-
 def test_what_does_not_train_compiles_no_gradient(driver):
     forward((16, 3), trains=False)
     assert driver.compiled == ["whole_forward"]
@@ -50,9 +43,7 @@ def test_an_error_shows_where_the_kernel_is_launched(driver):
     from nearsight.ops.explicit import kernels
 
     def launches():
-        triton_support.launch(
-            kernels.add_shares, (1,), *[torch.empty(4, device="meta")] * 4, 1, 1, 0.5, BLOCK=3, EARLY=False
-        )
+        triton_support.launch(kernels.add_shares, (1,), *[torch.empty(4, device="meta")] * 4, 1, 1, 0.5, BLOCK=3)
 
     triton_support.compile_together("wrong", launches)
     with pytest.raises(Exception, match=r"tl\.zeros"):

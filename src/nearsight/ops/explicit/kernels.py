@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from nearsight.ops.early_kernels import begin
 from nearsight.ops.explicit.call import RADIUS_FLOOR
 
 FLOOR = tl.constexpr(RADIUS_FLOOR)
@@ -64,10 +63,9 @@ def axis_matrix(i, j, size, sigma, GAUSSIAN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["wide_count", "narrow_count", "least"])
-def add_shares(radius, wide, narrow, out, wide_count, narrow_count, least, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def add_shares(radius, wide, narrow, out, wide_count, narrow_count, least, BLOCK: tl.constexpr):
     """The radius' gradient of one head: its shares, [heads, count], from the kernels for its radius, in a fixed order."""
     head = tl.program_id(0).to(tl.int64)
-    begin(EARLY)
     is_wide = tl.load(radius + head) >= least
     count = tl.where(is_wide, wide_count, narrow_count)
     at = tl.where(is_wide, wide + head * wide_count, narrow + head * narrow_count)

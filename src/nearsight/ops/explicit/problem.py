@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearsight.ops.triton_support import early_launch
-
 __all__ = ["Problem", "Spec", "carve", "dense", "make"]
 
 
@@ -54,12 +52,6 @@ class Problem(NamedTuple):
     def parts(self) -> int:
         """bfloat16 parts a float32 operand is multiplied in: 3 have all its digits, 2 twice those of a half type."""
         return 3 if self.values.dtype == torch.float32 else 2
-
-    @property
-    def early(self) -> dict[str, bool]:
-        """Whether the kernels start while the one before ends: on small maps, whose kernels take as long as a launch. On one of
-        112×112 it was slower."""
-        return early_launch(self.values.device) if max(self.size) <= 32 else {"EARLY": False}
 
 
 def make(values: Tensor, radius: Tensor, key_mask: Tensor | None, gaussian: bool, offset: float) -> Problem:

@@ -182,8 +182,7 @@ def _launch_backward(
     if want_radius:
         counts = wide.shape[1], narrow.shape[1]
         shares = p.radius, wide, narrow
-        constants = {"BLOCK": 1024, "num_warps": 8, **p.early}
-        launch(kernels.add_shares, (p.heads, 1, 1), *shares, dradius, *counts, least, **constants)
+        launch(kernels.add_shares, (p.heads, 1, 1), *shares, dradius, *counts, least, BLOCK=1024, num_warps=8)
 
 
 @_backward.register_fake

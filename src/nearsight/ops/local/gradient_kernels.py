@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
-from nearsight.ops.early_kernels import begin
 from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _half_table, _row_codes, _row_terms, _strip, _within
 
 __all__ = ["backward"]
@@ -167,7 +166,6 @@ def backward(
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Every gradient of a strip in one walk: dq, and the strip's shares of dk, dv and the relative tables.
 
@@ -214,7 +212,6 @@ def backward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    begin(EARLY)
     if PAIRS:
         half = tl.arange(0, HS)[None, :]
         row_tables = ()

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
-from nearsight.ops.early_kernels import begin
 
 __all__ = ["forward"]
 
@@ -211,7 +210,6 @@ def forward(
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out and the log-sum-exp of every query in a strip."""
     MQ: tl.constexpr = TY * TX
@@ -249,7 +247,6 @@ def forward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    begin(EARLY)
     if HAS_COL:
         rel_col = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
     row_tables = ()

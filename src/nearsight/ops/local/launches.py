@@ -13,14 +13,7 @@ from torch import Tensor
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.geometry import TALLEST_WALK, ceil_div, plan
 from nearsight.ops.sums import add_rows
-from nearsight.ops.triton_support import (
-    INTERPRETED,
-    compile_together,
-    dot_precision,
-    early_launch,
-    meta_like,
-    next_power_of_two,
-)
+from nearsight.ops.triton_support import INTERPRETED, compile_together, dot_precision, meta_like, next_power_of_two
 from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
@@ -89,7 +82,6 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
         "PRECISION": dot_precision(q.dtype),
         "num_warps": shape.warps,
         "num_stages": shape.stages,
-        **early_launch(q.device),
     }
     taps = next_power_of_two(max(kh, kw))
     if kernel == "keys":
@@ -317,7 +309,6 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
         OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
         PIXELS=pixels,
         num_warps=4,
-        **early_launch(dq.device),
     )
 
 
@@ -347,7 +338,7 @@ def _two_passes(
     )
 
 
-# Up to so many rows a program adds them up itself: where one launch was faster than two in `sums.sum_rows`. Not timed here.
+# Up to so many rows a program adds them up itself: 1024 of 7×7 and 14×14 maps were faster so, the rows of larger ones slower.
 MOST_ROWS = 2560
 
 
@@ -376,5 +367,4 @@ def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Te
         ROWS=1024,
         CHANNELS=channels,
         num_warps=8,
-        **early_launch(partial.device),
     )

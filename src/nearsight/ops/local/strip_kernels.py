@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
-from nearsight.ops.early_kernels import begin
 from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _half_table, _strip, _within
 
 __all__ = ["forward"]
@@ -72,7 +71,6 @@ def forward(
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out and the log-sum-exp of every query in a strip: the arguments and results of `kernels.forward`."""
     M: tl.constexpr = TY * TX
@@ -99,7 +97,6 @@ def forward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + c[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + c[None, :]
     pixel0 = image * H * W
-    begin(EARLY)
     if HAS_COL:
         rel_col = _half_table(col_ptr, col_head, head, heads, KW, D // 2, D, DP, 1, HS, dtype)
     taps = ()

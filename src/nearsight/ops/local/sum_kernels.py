@@ -7,8 +7,6 @@ Layout and letters are those of `kernels.py`.
 import triton
 import triton.language as tl
 
-from nearsight.ops.early_kernels import begin
-
 __all__ = ["finish_relative", "merge"]
 
 
@@ -40,7 +38,6 @@ def merge(
     OVER_X: tl.constexpr,
     PIXELS: tl.constexpr,
     HAS_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Add up what the strips (and the splits of a strip) hold of dk and dv, in a fixed order."""
     PY: tl.constexpr = (KH - 1) // 2
@@ -59,7 +56,6 @@ def merge(
     rows = (per_split + CHUNKS - 1) * TY
     dk = tl.zeros((PIXELS, CP), tl.float32)
     dv = tl.zeros((PIXELS, CP), tl.float32)
-    begin(EARLY)
     for i in tl.static_range(OVER_Y):
         split = last_split - i
         row = y + PY - split * per_split * TY
@@ -102,7 +98,6 @@ def finish_relative(
     COL_SHARED: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """A few channels of one tap's gradient, KW column taps then KH row taps: of one head, or of all where the table is shared.
 
@@ -117,7 +112,6 @@ def finish_relative(
     d = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     place = tl.where(is_row, (HS + tap - KW) * G * DP, tap * G * DP + D // 2) + d
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
-    begin(EARLY)
     for first in range(0, rows, ROWS):
         i = first + tl.arange(0, ROWS)
         group = tl.where(shared, i // G, i * groups + own // G)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add
-from nearsight.ops.early_kernels import begin
 from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative, _table
 from nearsight.ops.local.kernels import RUNTIME, _strip, _within
 
@@ -73,7 +72,6 @@ def backward_queries(
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """dq, the strip's share of the relative tables' gradient, and delta = Σ_d grad·out for the other kernel."""
     MQ: tl.constexpr = TY * TX
@@ -106,7 +104,6 @@ def backward_queries(
     pixel0 = image * H * W
     codes = _codes(0, NR, NC, HS, dtype)
     slot = tl.arange(0, 2 * HS)[None, :]
-    begin(EARLY)
     if HAS_REL:
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
     drel = tl.zeros((2 * HS, G * DP), tl.float32)
@@ -228,7 +225,6 @@ def backward_keys(
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """dk and dv of every key in a strip, gathered from the queries whose windows see it (the transposed window).
 
@@ -274,7 +270,6 @@ def backward_keys(
     codes = codes.to(dtype)
     er = tl.arange(0, G * SL)[:, None]
     slot_r = er % SL
-    begin(EARLY)
     if HAS_REL:
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HT, HAS_ROW, HAS_COL, dtype)
         # [G·2·HT, G·DP], block-diagonal over the heads: one product gives every head's terms of every query.

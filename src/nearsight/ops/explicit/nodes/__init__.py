@@ -97,7 +97,6 @@ def prepare(p: Problem, tables: Tables) -> None:
         BLOCK=min(side, PREPARE_BLOCK),
         PARTS=p.parts,
         num_warps=8,
-        **p.early,
     )
     if p.key_mask is not None:
         mask, mask_strides = p.mask
@@ -116,7 +115,6 @@ def prepare(p: Problem, tables: Tables) -> None:
             SIDE=side,
             BLOCK=min(side, MASK_BLOCK),
             PARTS=p.parts,
-            **p.early,
         )
 
 
@@ -152,7 +150,6 @@ def _constants(p: Problem, tables: Tables) -> dict[str, Any]:
         "PARTS": p.parts,
         "num_warps": max(4, tile.warps * channels // tile.channels),
         "num_stages": tile.stages,
-        **p.early,
     }
     if tile.registers is not None and torch.version.hip is None:
         constants["maxnreg"] = tile.registers

@@ -22,7 +22,6 @@ are left to the axis products.
 import triton
 import triton.language as tl
 
-from nearsight.ops.early_kernels import begin
 from nearsight.ops.explicit.kernels import load_radius, product, profile, split
 
 # What `prepare` leaves of a head: K_y, K'_y, K_x, K'_x [4, r, r], their products with the sums of L [4, r], those sums [2, r].
@@ -45,10 +44,7 @@ def _sine(x):
 
 
 @triton.jit(do_not_specialize=["H", "W"])
-def prepare(
-    radius, rows, columns, between, H, W,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+def prepare(radius, rows, columns, between, H, W, SIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """L of one axis, zero beyond it, in rows [2, 2, r, SIDE] and columns [2, 2, SIDE, r], in two parts of a half type (one of
     float32); and what one head has between its nodes.
 
@@ -61,7 +57,6 @@ def prepare(
     weight = tl.where(a % 2 == 0, 1.0, -1.0) * _sine(tl.minimum(2 * a + 1, 31 - 2 * a).to(tl.float64) * (PI / 32))
     at = (_sine((15 - 2 * a).to(tl.float64) * (PI / 32)) + 1.0) * 0.5 * tl.maximum(size - 1, 1).to(tl.float64)
     total = tl.zeros([16], tl.float64)
-    begin(EARLY)
     for first in range(0, SIDE, BLOCK):
         pixel = first + tl.arange(0, BLOCK)
         distance = pixel.to(tl.float64)[:, None] - at[None, :]
@@ -162,7 +157,7 @@ def _matrix(at):
 @triton.jit(do_not_specialize=["H", "W"])
 def prepare_mask(
     key_mask, rows, between, masses, H, W, offset, tiny, ms_b, ms_y, ms_x,
-    HEADS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The coefficients M of one image's mask, L_y' M L_x, and what one head makes of them."""
     head = tl.program_id(0) % HEADS
@@ -170,7 +165,6 @@ def prepare_mask(
     key_mask += batch * ms_b
     r = tl.arange(0, 16)
     ones = tl.zeros([16, 16], tl.float32)
-    begin(EARLY)
     for first_x in range(0, W, BLOCK):
         x = first_x + tl.arange(0, BLOCK)
         along_x = _load_parts(rows + 32 * SIDE + r[None, :] * SIDE + x[:, None], 16 * SIDE, PARTS)
@@ -295,14 +289,13 @@ def forward(
     vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
     PX: tl.constexpr, PY: tl.constexpr, EX: tl.constexpr, EY: tl.constexpr,
-    MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
 ):  # fmt: skip
     """out, and slopes [programs, r along y, r along x, CB] = N·dX/dσ, what the backward makes the radius' gradient of."""
     C: tl.constexpr = HEADS * DH
     c_block, head, batch = _place(HEADS, DH, CB)
     r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)
     at_slopes = slopes + tl.program_id(0).to(tl.int64) * (256 * CB) + r[:, None] * (16 * CB) + n[None, :]
-    begin(EARLY)
     if tl.load(radius + head) < least:
         if WANT_RADIUS:
             # The backward's argument all the same, so no element may stay unwritten.
@@ -350,13 +343,12 @@ def backward(
     gs_b, gs_y, gs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
     PX: tl.constexpr, PY: tl.constexpr, EX: tl.constexpr, EY: tl.constexpr,
-    MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
 ):  # fmt: skip
     """dV, and the program's share of the radius' gradient, shares [heads, B·blocks]."""
     C: tl.constexpr = HEADS * DH
     c_blocks: tl.constexpr = (DH + CB - 1) // CB
     c_block, head, batch = _place(HEADS, DH, CB)
-    begin(EARLY)
     if tl.load(radius + head) < least:
         return
     r, n = tl.arange(0, 16), tl.arange(0, 16 * CB)

@@ -94,5 +94,4 @@ def _constants(p: Problem) -> dict[str, Any]:
         "PARTS": p.parts,
         "num_warps": 4 if side == 16 else 8,
         "num_stages": 1,
-        **p.early,
     }

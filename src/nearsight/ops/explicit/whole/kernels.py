@@ -11,7 +11,6 @@ A map is [SIDE, SIDE·CB]: a row is a pixel of one axis, column n is pixel n // 
 import triton
 import triton.language as tl
 
-from nearsight.ops.early_kernels import begin
 from nearsight.ops.explicit.kernels import axis_matrix, load_radius, product
 
 
@@ -73,12 +72,11 @@ def _inverse(mass, tiny):
 def whole_forward(
     values, key_mask, radius, out, H, W, offset, least, tiny, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
-    GAUSSIAN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    GAUSSIAN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     _, head, batch, c = _place(HEADS, DH, SIDE, CB)
     channel = head * DH + c
     i, o = tl.arange(0, SIDE), tl.arange(0, SIDE * CB) // CB
-    begin(EARLY)
     sigma = load_radius(radius + head)
     if sigma >= least:
         return
@@ -108,14 +106,12 @@ def whole_backward(
     gs_b, gs_y, gs_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     HEADS: tl.constexpr, DH: tl.constexpr, SIDE: tl.constexpr, CB: tl.constexpr,
     GAUSSIAN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, WANT_RADIUS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """dV, and the program's share of the radius' gradient: shares [heads, B·blocks]."""
     c_blocks: tl.constexpr = (DH + CB - 1) // CB
     c_block, head, batch, c = _place(HEADS, DH, SIDE, CB)
     channel = head * DH + c
     i, o = tl.arange(0, SIDE), tl.arange(0, SIDE * CB) // CB
-    begin(EARLY)
     sigma = load_radius(radius + head)
     if sigma >= least:
         return
