@@ -266,9 +266,11 @@ def radius_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | No
 
     shown: dict[str, dict[str, list[float]]] = {}
     for row in (row for name in RADII for row in tables[name].rows.values()):
-        found = [result["radius"] for result in results_of(row, out) if "radius" in result]
+        results = [result for result in results_of(row, out) if "radius" in result]
+        found = [result["radius"] for result in results]
         if found and row.name not in APART:  # seeds averaged; the file has the layers in the network's order
-            shown[f"{row.table}: {row.says}"] = {
+            epochs = ", ".join(sorted({f"{result['epochs']} epochs" for result in results}))
+            shown[f"{row.table}: {row.says}, {epochs}"] = {
                 layer: [statistics.mean(values) for values in zip(*(radii[layer] for radii in found), strict=True)]
                 for layer in found[0]
             }
@@ -276,7 +278,7 @@ def radius_figure(tables: dict[str, Table], out: Path, folder: Path) -> str | No
 
 
 # Tables with networks that learn a radius, and rows that would hide the others in the figure.
-RADII = ("expatt", "nano")
+RADII = ("expatt_long", "expatt", "nano")
 APART = ("per_head", "no_offset", "with_aa")
 # Tables whose rows are worth their cost; the others are steps on the way.
 COMPARED = ("sasa", "sasa_ablations", "expatt_long", "expatt", "qna", "nano")
