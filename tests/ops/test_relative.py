@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nearsight.layers import relative_attention
 from nearsight.layers.relative_attention import RelativeAttention2d
-from nearsight.ops import relative
-from nearsight.ops.relative import attend_by_rows
+from nearsight.ops.relative import rows as relative
+from nearsight.ops.relative.rows import attend_by_rows
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.largest import LargestTensor
 

@@ -1,0 +1,425 @@
+"""Triton kernels of global attention with two-dimensional relative positions. Equations and choices are in README.md.
+
+Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
+(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, W], by its column.
+Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, reciprocal
+
+__all__ = ["forward", "key_gradients", "position_gradients", "positions", "query_gradients"]
+
+OUTSIDE = tl.constexpr(-1e30)  # the logit of a column or row that is not there
+MASKED = tl.constexpr(-1e5)  # added where key_mask is False: its exponential is 0, and an image of nothing else stays finite
+
+
+@triton.jit
+def _tile(base, at, channel, stride, use, CHANNELS: tl.constexpr):
+    """Pixels `at` with their channels, [pixels, padded channels], 0 where there is none."""
+    return tl.load(
+        base + at[:, None] * stride + channel[None, :], mask=use[:, None] & (channel < CHANNELS)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def positions(
+    q_ptr,
+    row_ptr,
+    col_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    q_b,
+    q_n,
+    row_h,
+    col_h,
+    batch,
+    heads,
+    H,
+    W,
+    span,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HB: tl.constexpr,
+    WB: tl.constexpr,
+    OB: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """q·r of the queries of one row of `span` images with every row and every column of the map."""
+    y = tl.program_id(0) % H
+    h = tl.program_id(0) // H
+    first = tl.program_id(1) * span
+    n = H * W
+    dtype = q_ptr.dtype.element_ty
+    d = tl.arange(0, DP)
+    x = tl.arange(0, WB)
+    row = tl.arange(0, HB)
+    offset = tl.arange(0, OB)
+    # Row y sees row r of the map through embedding r − y, which the table holds at r − y + H − 1.
+    by_row = _tile(row_ptr + h * row_h + (H - 1 - y) * D, row, d, D, row < H, D).to(dtype)
+    by_col = _tile(col_ptr + h * col_h, offset, d, D, offset < 2 * W - 1, D).to(dtype)
+    key = x[:, None] + offset[None, :] - (W - 1)
+    inside = (x < W)[:, None] & (key >= 0) & (key < W)
+    image = first.to(tl.int64)
+    for _ in range(first, tl.minimum(first + span, batch)):
+        q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
+        at = (image * heads + h) * n
+        to = by_row_ptr + at * H + row[:, None] * n + y * W + x[None, :]
+        tl.store(to, dot(by_row, tl.trans(q), PRECISION).to(dtype), mask=(row < H)[:, None] & (x < W)[None, :])
+        to = by_col_ptr + (at + y * W) * W + x[:, None] * W + key
+        tl.store(to, dot(q, tl.trans(by_col), PRECISION).to(dtype), mask=inside)
+        image += 1
+
+
+@triton.jit
+def forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    out_ptr,
+    lse_ptr,
+    q_b,
+    q_n,
+    heads,
+    H,
+    W,
+    tiles,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+    WB: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """M queries of one head of one image: their outputs, and log₂ Σ 2^logit."""
+    n = H * W
+    i = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    b = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    h = tl.program_id(0) // tiles % heads
+    at = (b * heads + h) * n
+    dtype = q_ptr.dtype.element_ty
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    q = _tile(q_ptr + b * q_b + h * D, i, d, q_n, i < n, D)
+    k_ptr += b * q_b + h * D
+    v_ptr += b * q_b + h * DV
+    by_row_ptr += at * H
+    by_col_ptr += at * W
+    ones = tl.full((WB, 8), 1.0, dtype)
+    out = tl.zeros((M, DVP), tl.float32)
+    total = tl.zeros((M, 8), tl.float32)
+    largest = tl.full((M,), float("-inf"), tl.float32)
+    for x0 in range(0, W, WB):
+        x = x0 + tl.arange(0, WB)
+        there = (i < n)[:, None] & (x < W)[None, :]
+        column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        for y0 in range(0, H, ROWS):
+            logits = ()
+            addend = ()
+            best = largest
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                at_row = (y0 + r) * n + i
+                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+                s = dot_add(q, tl.trans(k), column, PRECISION)
+                if HAS_MASK:
+                    allowed = tl.load(mask_ptr + b * n + j, mask=(x < W) & (j < n), other=1)
+                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+                a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+                best = tl.maximum(best, tl.max(s, 1) + a)
+                logits = logits + (s,)
+                addend = addend + (a,)
+            fade = exp2((largest - best) * unit)
+            largest = best
+            out *= fade[:, None]
+            total *= fade[:, None]
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
+                p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
+                out = dot_add(p, v, out, PRECISION)
+                # The tensor cores add up as they go: no lane waits for another.
+                total = dot_add(p, ones, total, PRECISION)
+    summed = tl.max(total, 1)
+    to = out_ptr + ((b * n + i) * heads + h)[:, None] * DV + e[None, :]
+    tl.store(to, (out * reciprocal(summed)[:, None]).to(dtype), mask=(i < n)[:, None] & (e < DV)[None, :])
+    tl.store(lse_ptr + at + i, largest * unit + tl.log2(summed), mask=i < n)
+
+
+@triton.jit
+def query_gradients(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    grad_ptr,
+    out_ptr,
+    lse_ptr,
+    dq_ptr,
+    of_row_ptr,
+    of_col_ptr,
+    delta_ptr,
+    q_b,
+    q_n,
+    heads,
+    H,
+    W,
+    tiles,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+    WB: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """M queries of one head of one image: Σ dS·k, the gradients of their position logits, and g·y.
+
+    dq lies like q, but dense: [B, n, channels of q, k and v]. The logits by row get one gradient per block of WB columns,
+    [B·heads, PARTS, H, n].
+    """
+    n = H * W
+    i = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    b = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    h = tl.program_id(0) // tiles % heads
+    at = (b * heads + h) * n
+    dtype = q_ptr.dtype.element_ty
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    use = i < n
+    q = _tile(q_ptr + b * q_b + h * D, i, d, q_n, use, D)
+    grad = _tile(grad_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
+    y_out = _tile(out_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
+    delta = tl.sum(grad.to(tl.float32) * y_out.to(tl.float32), 1)
+    tl.store(delta_ptr + at + i, delta, mask=use)
+    lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
+    k_ptr += b * q_b + h * D
+    v_ptr += b * q_b + h * DV
+    by_row_ptr += at * H
+    of_row_ptr += at * H * PARTS
+    by_col_ptr += at * W
+    of_col_ptr += at * W
+    minus_delta = tl.zeros((M, WB), tl.float32) - delta[:, None]
+    dq = tl.zeros((M, DP), tl.float32)
+    for x0 in range(0, W, WB):
+        x = x0 + tl.arange(0, WB)
+        there = use[:, None] & (x < W)[None, :]
+        column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        of_column = tl.zeros((M, WB), tl.float32)
+        for y0 in range(0, H, ROWS):
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                at_row = (y0 + r) * n + i
+                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
+                s = dot_add(q, tl.trans(k), column, PRECISION)
+                if HAS_MASK:
+                    allowed = tl.load(mask_ptr + b * n + j, mask=(x < W) & (j < n), other=1)
+                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+                a = tl.load(by_row_ptr + at_row, mask=use & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+                p = exp2(s * unit + (a * unit - lse)[:, None])
+                ds = p * dot_add(grad, tl.trans(v), minus_delta, PRECISION)
+                of_column += ds
+                of_row = tl.sum(ds, 1).to(of_row_ptr.dtype.element_ty)
+                tl.store(of_row_ptr + at_row, of_row, mask=use & (at_row < H * n))
+                dq = dot_add(ds.to(dtype), k, dq, PRECISION)
+        tl.store(of_col_ptr + i[:, None] * W + x[None, :], of_column.to(of_col_ptr.dtype.element_ty), mask=there)
+        of_row_ptr += n * H
+    channels = heads * (2 * D + DV)
+    to = dq_ptr + (b * n + i)[:, None] * channels + h * D + d[None, :]
+    tl.store(to, dq.to(dtype), mask=use[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def key_gradients(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_b,
+    q_n,
+    heads,
+    H,
+    W,
+    tiles,
+    across,
+    unit,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    WB: tl.constexpr,
+    KR: tl.constexpr,
+    N: tl.constexpr,
+    CB: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """KR rows of WB keys of one head of one image: the gradients of k and v.
+
+    Keys lie along the first axis, so that the weights and dS are first operands as they are. A query's position logits come by
+    a product with the one-hot row and column of a key.
+    """
+    n = H * W
+    tile = tl.program_id(0) % tiles
+    b = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    h = tl.program_id(0) // tiles % heads
+    at = (b * heads + h) * n
+    dtype = q_ptr.dtype.element_ty
+    key = tl.arange(0, KR * WB)
+    y0 = tile // across * KR
+    x0 = tile % across * WB
+    y = y0 + key // WB
+    x = x0 + key % WB
+    here = (y < H) & (x < W)
+    j = y * W + x
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    k = _tile(k_ptr + b * q_b + h * D, j, d, q_n, here, D)
+    v = _tile(v_ptr + b * q_b + h * DV, j, e, q_n, here, DV)
+    c = tl.arange(0, CB)
+    r = tl.arange(0, 16)
+    own_column = tl.where(key[:, None] % WB == c[None, :], 1.0, 0.0).to(dtype)
+    own_row = tl.where(key[:, None] // WB == r[None, :], 1.0, 0.0).to(dtype)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + b * n + j, mask=here, other=1)
+        masked = tl.where(allowed != 0, 0.0, MASKED * unit)
+    q_ptr += b * q_b + h * D
+    grad_ptr += b * n * heads * DV + h * DV
+    by_row_ptr += (at * H + y0 * n).to(tl.int64)
+    by_col_ptr += at * W + x0
+    dk = tl.zeros((KR * WB, DP), tl.float32)
+    dv = tl.zeros((KR * WB, DVP), tl.float32)
+    for first in range(0, n, N):
+        i = first + tl.arange(0, N)
+        use = i < n
+        q = _tile(q_ptr, i, d, q_n, use, D)
+        grad = _tile(grad_ptr, i, e, heads * DV, use, DV)
+        column = tl.load(
+            by_col_ptr + i[:, None] * W + c[None, :],
+            mask=use[:, None] & (c < WB)[None, :] & (x0 + c < W)[None, :],
+            other=0.0,
+        )
+        lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
+        delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
+        s = dot(k, tl.trans(q), PRECISION)
+        s = dot_add(own_column, tl.trans(column), s, PRECISION)
+        if KR == 1:
+            row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
+            lse -= row * unit
+        else:
+            there = (r < KR)[:, None] & (y0 + r < H)[:, None] & use[None, :]
+            row = tl.load(by_row_ptr + r[:, None] * n + i[None, :], mask=there, other=0.0)
+            s = dot_add(own_row, row, s, PRECISION)
+        exponent = s * unit - lse[None, :]
+        if HAS_MASK:
+            exponent += masked[:, None]
+        p = exp2(exponent)
+        dv = dot_add(p.to(dtype), grad, dv, PRECISION)
+        ds = p * (dot(v, tl.trans(grad), PRECISION) - delta[None, :])
+        dk = dot_add(ds.to(dtype), q, dk, PRECISION)
+    channels = heads * (2 * D + DV)
+    to = (b * n + j)[:, None] * channels
+    tl.store(dk_ptr + to + h * D + d[None, :], (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
+    tl.store(dv_ptr + to + h * DV + e[None, :], dv.to(dtype), mask=here[:, None] & (e < DV)[None, :])
+
+
+@triton.jit
+def position_gradients(
+    q_ptr,
+    row_ptr,
+    col_ptr,
+    of_row_ptr,
+    of_col_ptr,
+    dq_ptr,
+    drow_ptr,
+    dcol_ptr,
+    q_b,
+    q_n,
+    row_h,
+    col_h,
+    batch,
+    heads,
+    H,
+    W,
+    span,
+    scale,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HB: tl.constexpr,
+    WB: tl.constexpr,
+    OB: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The queries of one row of `span` images: dq finished, and a share of the tables' gradients.
+
+    Shares are [programs, heads, H, H, D], by row of the query and of the key, and [programs, heads, H, 2·W − 1, D], by offset.
+    """
+    y = tl.program_id(0) % H
+    h = tl.program_id(0) // H
+    first = tl.program_id(1) * span
+    n = H * W
+    dtype = q_ptr.dtype.element_ty
+    d = tl.arange(0, DP)
+    x = tl.arange(0, WB)
+    row = tl.arange(0, HB)
+    offset = tl.arange(0, OB)
+    by_row = _tile(row_ptr + h * row_h + (H - 1 - y) * D, row, d, D, row < H, D).to(dtype)
+    by_col = _tile(col_ptr + h * col_h, offset, d, D, offset < 2 * W - 1, D).to(dtype)
+    key = x[:, None] + offset[None, :] - (W - 1)
+    inside = (x < W)[:, None] & (key >= 0) & (key < W)
+    drow = tl.zeros((HB, DP), tl.float32)
+    dcol = tl.zeros((OB, DP), tl.float32)
+    image = first.to(tl.int64)
+    for _ in range(first, tl.minimum(first + span, batch)):
+        q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
+        at = (image * heads + h) * n
+        of_row = tl.zeros((HB, WB), tl.float32)
+        for part in tl.static_range(PARTS):
+            of_row += tl.load(
+                of_row_ptr + (at * PARTS + n * part) * H + row[:, None] * n + y * W + x[None, :],
+                mask=(row < H)[:, None] & (x < W)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        of_row = of_row.to(dtype)
+        of_col = tl.load(of_col_ptr + (at + y * W) * W + x[:, None] * W + key, mask=inside, other=0.0)
+        drow = dot_add(of_row, q, drow, PRECISION)
+        dcol = dot_add(tl.trans(of_col), q, dcol, PRECISION)
+        to = dq_ptr + (image * n + y * W + x)[:, None] * CHANNELS + h * D + d[None, :]
+        use = (x < W)[:, None] & (d < D)[None, :]
+        dq = tl.load(to, mask=use, other=0.0).to(tl.float32)
+        dq = dot_add(tl.trans(of_row), by_row, dq, PRECISION)
+        dq = dot_add(of_col, by_col, dq, PRECISION)
+        tl.store(to, (dq * scale).to(dtype), mask=use)
+        image += 1
+    share = (tl.program_id(1) * heads + h) * H + y
+    to = drow_ptr + (share.to(tl.int64) * H + row)[:, None] * D + d[None, :]
+    tl.store(to, drow * scale, mask=(row < H)[:, None] & (d < D)[None, :])
+    to = dcol_ptr + (share.to(tl.int64) * (2 * W - 1) + offset)[:, None] * D + d[None, :]
+    tl.store(to, dcol * scale, mask=(offset < 2 * W - 1)[:, None] & (d < D)[None, :])

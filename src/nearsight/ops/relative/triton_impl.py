@@ -1,0 +1,401 @@
+"""Global attention with relative positions by Triton: what it refuses, tiles, launches, the registered op and its gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.launching import replayed
+from nearsight.ops.sums import sum_rows
+from nearsight.ops.triton_support import common_refusal, dot_precision, launch, next_power_of_two
+
+__all__ = ["KeyTile", "QueryTile", "refusal", "run"]
+
+WIDEST_HEAD = 128
+LONGEST_SIDE = 128  # of a map: the tables' gradients of a row of queries lie in one program's registers
+
+
+def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -> str | None:
+    """Why Triton cannot run this call, or None."""
+    reason = common_refusal(packed)
+    if reason is not None:
+        return reason
+    if not 1 <= dim <= WIDEST_HEAD or not 1 <= value_dim <= WIDEST_HEAD:
+        return f"needs head dims from 1 to {WIDEST_HEAD}, got {dim} and {value_dim}"
+    if max(height, width) > LONGEST_SIDE:
+        return f"needs maps of at most {LONGEST_SIDE} rows and columns, got {height}×{width}"
+    return None
+
+
+def run(
+    packed: Tensor,
+    rel_row: Tensor,
+    rel_col: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    heads: int,
+    dim: int,
+    scale: float = 1.0,
+) -> Tensor:
+    """Every pixel attends to every pixel, by content and by relative position: [B, H, W, heads, Dv].
+
+        y_i = Σ_j softmax_j( scale·(q_i·k_j + q_i·r^row_{y_j−y_i} + q_i·r^col_{x_j−x_i}) ) v_j
+
+    Args:
+        packed: q, k and v of all heads side by side, [B, H, W, heads·(2·D + Dv)].
+        rel_row, rel_col: [heads or 1, 2·H − 1, D] and [heads or 1, 2·W − 1, D], the embedding of offset o at o + H − 1 and
+            o + W − 1.
+        key_mask: bool [B, H, W], True where a pixel may be attended. An image with nothing to attend to attends to
+            everything alike.
+        heads, dim: the heads, and D.
+    """
+    height, width = packed.shape[1:3]
+    out, _ = _forward_op(packed.flatten(1, 2), rel_row, rel_col, key_mask, heads, dim, height, scale)
+    return out.unflatten(2, (heads, packed.shape[3] // heads - 2 * dim)).unflatten(1, (height, width))
+
+
+class QueryTile(NamedTuple):
+    """Queries and warps of a program, and rows of keys at a time."""
+
+    queries: int
+    warps: int
+    rows: int
+    stages: int = 2
+
+
+class KeyTile(NamedTuple):
+    """Keys and warps of a program, and queries at a time."""
+
+    keys: int
+    warps: int
+    queries: int
+    stages: int = 2
+
+
+# Columns of keys in one product: a wider map is walked in blocks of so many.
+WIDEST_BLOCK = 64
+FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = QueryTile(128, 8, 2), QueryTile(128, 8, 1), KeyTile(128, 8, 32)
+# float32, and heads wider than 64: three products for one, or operands of twice the size.
+FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1), QueryTile(64, 4, 1), KeyTile(64, 4, 32)
+# Programs wanted of the kernels that go along the batch.
+PROGRAMS = 2048
+
+
+class _Call(NamedTuple):
+    """q, k and v as views of one tensor, and the sizes that every launch needs."""
+
+    packed: Tensor  # [B, n, channels]
+    rel_row: Tensor
+    rel_col: Tensor
+    mask: Tensor | None
+    heads: int
+    dim: int
+    height: int
+    scale: float
+
+    @property
+    def width(self) -> int:
+        return self.packed.shape[1] // max(self.height, 1)
+
+    @property
+    def value_dim(self) -> int:
+        return self.packed.shape[2] // self.heads - 2 * self.dim
+
+    @property
+    def unit(self) -> float:
+        return self.scale * math.log2(math.e)
+
+    @property
+    def large(self) -> bool:
+        return self.packed.dtype == torch.float32 or max(self.dim, self.value_dim) > 64
+
+    def views(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = self.heads * self.dim
+        return packed[..., :keys], packed[..., keys : 2 * keys], packed[..., 2 * keys :]
+
+    def head_dims(self) -> dict[str, int]:
+        dims = {"D": self.dim, "DV": self.value_dim}
+        return {**dims, "DP": _padded(self.dim), "DVP": _padded(self.value_dim)}
+
+    def flags(self) -> dict[str, Any]:
+        return {"HAS_MASK": self.mask is not None, "PRECISION": dot_precision(self.packed.dtype)}
+
+    def block(self) -> int:
+        """Columns of keys in one product of the kernels that have queries along the first axis."""
+        return min(_padded(self.width), WIDEST_BLOCK)
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """The position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, W]."""
+        batch, n, _ = self.packed.shape
+        like = {"dtype": self.packed.dtype, "device": self.packed.device}
+        by_row = torch.empty((batch * self.heads, self.height, n), **like)
+        by_col = torch.empty((batch * self.heads, n, self.width), **like)
+        return by_row, by_col
+
+    def along_batch(self) -> tuple[tuple[int, int], int, dict[str, Any]]:
+        """Grid, images per program and constants of the kernels that take one row of queries of many images."""
+        batch = self.packed.shape[0]
+        lines = self.heads * self.height
+        span = -(-batch // max(1, min(batch, -(-PROGRAMS // lines))))
+        widest = max(self.height, self.width)
+        constants = {
+            "D": self.dim,
+            "DP": _padded(self.dim),
+            "HB": _padded(self.height),
+            "WB": _padded(self.width),
+            "OB": _padded(2 * self.width - 1),
+            "PRECISION": dot_precision(self.packed.dtype),
+            "num_warps": 8 if widest > 64 or self.large else 4,
+            "num_stages": 2,
+        }
+        return (lines, -(-batch // span)), span, constants
+
+
+def _padded(size: int) -> int:
+    """The length of a range that holds `size` and that a product can sum over."""
+    return max(16, next_power_of_two(size))
+
+
+def _call(
+    packed: Tensor,
+    rel_row: Tensor,
+    rel_col: Tensor,
+    key_mask: Tensor | None,
+    heads: int,
+    dim: int,
+    height: int,
+    scale: float,
+) -> _Call:
+    if packed.stride(2) != 1:
+        packed = packed.contiguous()
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    return _Call(packed, rel_row.contiguous(), rel_col.contiguous(), mask, heads, dim, height, scale)
+
+
+def _fill_positions(call: _Call, by_row: Tensor, by_col: Tensor) -> None:
+    from nearsight.ops.relative import kernels
+
+    grid, span, constants = call.along_batch()
+    q = call.views(call.packed)[0]
+    tables = (_per_head(call.rel_row), _per_head(call.rel_col))
+    sizes = (call.packed.shape[0], call.heads, call.height, call.width, span)
+    strides = (call.packed.stride(0), call.packed.stride(1))
+    launch(
+        kernels.positions, grid, q, call.rel_row, call.rel_col, by_row, by_col, *strides, *tables, *sizes, **constants
+    )
+
+
+def _per_head(table: Tensor) -> int:
+    """Elements from one head's table to the next one's; all heads may share one."""
+    return 0 if table.shape[0] == 1 else table.stride(0)
+
+
+def _fit(tile: QueryTile, call: _Call) -> tuple[int, dict[str, Any]]:
+    """Programs per image and head, and constants, of a kernel with queries along the first axis."""
+    n = call.packed.shape[1]
+    queries = min(tile.queries, _padded(n))
+    constants = {
+        **call.head_dims(),
+        "M": queries,
+        "WB": call.block(),
+        "ROWS": min(tile.rows, next_power_of_two(call.height)),
+        **call.flags(),
+        "num_warps": max(1, tile.warps * queries // tile.queries),
+        "num_stages": tile.stages,
+    }
+    return -(-n // queries), constants
+
+
+def _attend(call: _Call, tile: QueryTile | None = None) -> tuple[Tensor, Tensor]:
+    from nearsight.ops.relative import kernels
+
+    batch, n, _ = call.packed.shape
+    out, lse = _empty_outputs(call.packed, call.heads, call.dim)
+    if out.numel() == 0:
+        return out, lse
+    by_row, by_col = call.positions()
+    _fill_positions(call, by_row, by_col)
+    tile = tile or (FORWARD_LARGE if call.large else FORWARD)
+    tiles, constants = _fit(tile, call)
+    launch(
+        kernels.forward,
+        (batch * call.heads * tiles,),
+        *(*call.views(call.packed), by_row, by_col, call.mask, out, lse, call.packed.stride(0), call.packed.stride(1)),
+        *(call.heads, call.height, call.width, tiles, call.unit),
+        **constants,
+    )
+    return out, lse
+
+
+def _empty_outputs(packed: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    batch, n, channels = packed.shape
+    out = torch.empty((batch, n, channels - 2 * heads * dim), dtype=packed.dtype, device=packed.device)
+    return out, torch.empty((batch, heads, n), dtype=torch.float32, device=packed.device)
+
+
+def _gradients(
+    call: _Call, grad: Tensor, out: Tensor, lse: Tensor, query: QueryTile | None = None, key: KeyTile | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `packed` and, in float32, of the tables with one head each: [heads, H, H, D] and [heads, H, 2·W − 1, D]
+    by row of the query."""
+    from nearsight.ops.relative import kernels
+
+    batch, n, _ = call.packed.shape
+    device = call.packed.device
+    dpacked = torch.empty(call.packed.shape, dtype=call.packed.dtype, device=device)
+    dq, dk, dv = call.views(dpacked)
+    by_row, by_col = call.positions()
+    _fill_positions(call, by_row, by_col)
+    query = query or (QUERY_GRADIENTS_LARGE if call.large else QUERY_GRADIENTS)
+    key = key or (KEY_GRADIENTS_LARGE if call.large else KEY_GRADIENTS)
+
+    tiles, constants = _fit(query, call)
+    parts = -(-call.width // constants["WB"])
+    of_row = torch.empty((batch * call.heads, parts, *by_row.shape[1:]), dtype=by_row.dtype, device=device)
+    of_col = torch.empty_like(by_col)
+    delta = torch.empty_like(lse)
+    inputs = (*call.views(call.packed), by_row, by_col, call.mask, grad)
+    strides = (call.packed.stride(0), call.packed.stride(1))
+    launch(
+        kernels.query_gradients,
+        (batch * call.heads * tiles,),
+        *(*inputs, out, lse, dq, of_row, of_col, delta, *strides),
+        *(call.heads, call.height, call.width, tiles, call.unit),
+        PARTS=parts,
+        **constants,
+    )
+
+    columns = min(next_power_of_two(call.width), WIDEST_BLOCK)
+    rows = max(1, min(key.keys, _padded(n)) // columns)
+    # As many one-hot rows as one step of a product sums over.
+    rows = min(rows, 16, max(next_power_of_two(call.height), -(-16 // columns)))
+    across = -(-call.width // columns)
+    tiles = across * -(-call.height // rows)
+    launch(
+        kernels.key_gradients,
+        (batch * call.heads * tiles,),
+        *(*inputs, lse, delta, dk, dv, *strides),
+        *(call.heads, call.height, call.width, tiles, across, call.unit, call.scale),
+        **call.head_dims(),
+        WB=columns,
+        KR=rows,
+        N=min(key.queries, _padded(n)),
+        CB=max(16, columns),
+        **call.flags(),
+        num_warps=max(1, key.warps * rows * columns // key.keys),
+        num_stages=key.stages,
+    )
+
+    grid, span, constants = call.along_batch()
+    drow = torch.empty((grid[1], call.heads, call.height, call.height, call.dim), dtype=torch.float32, device=device)
+    dcol = torch.empty(
+        (grid[1], call.heads, call.height, 2 * call.width - 1, call.dim), dtype=torch.float32, device=device
+    )
+    launch(
+        kernels.position_gradients,
+        grid,
+        *(inputs[0], call.rel_row, call.rel_col, of_row, of_col, dq, drow, dcol, *strides),
+        *(_per_head(call.rel_row), _per_head(call.rel_col)),
+        *(batch, call.heads, call.height, call.width, span, call.scale),
+        CHANNELS=call.packed.shape[2],
+        PARTS=parts,
+        **constants,
+    )
+    return dpacked, sum_rows(drow), sum_rows(dcol)
+
+
+def _by_offset(drow: Tensor) -> Tensor:
+    """[heads, H, H, D], by row of the query and of the key → [heads, 2·H − 1, D], summed by offset."""
+    heads, height, _, dim = drow.shape
+    # Written one below the other with a period of 2·H − 1, row y starts at H − 1 − y: where offset −y belongs.
+    wide = torch.nn.functional.pad(drow.flip(1), (0, 0, 0, height)).flatten(1, 2)
+    return wide[:, : height * (2 * height - 1)].unflatten(1, (height, 2 * height - 1)).sum(1)
+
+
+def _of_table(found: Tensor, table: Tensor) -> Tensor:
+    # On a map of one row or column all keys have the one offset; what all logits share has no gradient but rounding's.
+    found = found if table.shape[1] > 1 else torch.zeros_like(found)
+    return found.sum_to_size(table.shape).to(table.dtype)
+
+
+@torch.library.custom_op("nearsight::relative_attention_triton", mutates_args=())
+@replayed
+def _forward_op(
+    packed: Tensor,
+    rel_row: Tensor,
+    rel_col: Tensor,
+    key_mask: Tensor | None,
+    heads: int,
+    dim: int,
+    height: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """packed [B, n, heads·(2·D + Dv)] → [B, n, heads·Dv], and log₂ Σ 2^logit in float32, [B, heads, n]."""
+    return _attend(_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale))
+
+
+@_forward_op.register_fake
+def _(
+    packed: Tensor, rel_row: Tensor, rel_col: Tensor, key_mask: Tensor | None, heads: int, dim: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(packed, heads, dim)
+
+
+@torch.library.custom_op("nearsight::relative_attention_triton_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor,
+    packed: Tensor,
+    rel_row: Tensor,
+    rel_col: Tensor,
+    key_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    heads: int,
+    dim: int,
+    height: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of packed, rel_row and rel_col."""
+    if grad.numel() == 0:
+        return packed.new_zeros(packed.shape), torch.zeros_like(rel_row), torch.zeros_like(rel_col)
+    dpacked, drow, dcol = _launch_backward(
+        grad.contiguous(), packed, rel_row, rel_col, key_mask, out, lse, heads, dim, height, scale
+    )
+    return dpacked, _of_table(_by_offset(drow), rel_row), _of_table(dcol.sum(1), rel_col)
+
+
+@replayed
+def _launch_backward(
+    grad: Tensor,
+    packed: Tensor,
+    rel_row: Tensor,
+    rel_col: Tensor,
+    key_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(_call(packed, rel_row, rel_col, key_mask, *options), grad, out, lse)
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, packed: Tensor, rel_row: Tensor, rel_col: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return packed.new_empty(packed.shape), rel_row.new_empty(rel_row.shape), rel_col.new_empty(rel_col.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    packed, rel_row, rel_col, key_mask, *ctx.options = inputs
+    ctx.save_for_backward(packed, rel_row, rel_col, key_mask, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = _backward_op(grad, *ctx.saved_tensors, *ctx.options)
+    return *found, None, None, None, None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup)
