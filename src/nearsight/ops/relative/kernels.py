@@ -14,6 +14,8 @@ from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, reciprocal
 __all__ = ["forward", "key_gradients", "position_gradients", "positions", "query_gradients"]
 
 OUTSIDE = tl.constexpr(-1e30)  # the logit of a column or row that is not there
+# Half of what the exponents of float32 hold, in powers of 2, with room for small weights beside the largest.
+CLOSE = tl.constexpr(40.0)
 MASKED = tl.constexpr(-1e5)  # added where key_mask is False: its exponential is 0, and an image of nothing else stays finite
 
 
@@ -28,10 +30,13 @@ def _tile(base, at, channel, stride, use, CHANNELS: tl.constexpr):
 @triton.jit
 def positions(
     q_ptr,
+    k_ptr,
     row_ptr,
     col_ptr,
     by_row_ptr,
     by_col_ptr,
+    top_ptr,
+    norm_ptr,
     q_b,
     q_n,
     row_h,
@@ -46,9 +51,14 @@ def positions(
     HB: tl.constexpr,
     WB: tl.constexpr,
     OB: tl.constexpr,
+    BOUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """q·r of the queries of one row of `span` images with every row and every column of the map."""
+    """q·r of the queries of one row of `span` images with every row and every column of the map.
+
+    For a BOUND of the logits also the largest q·r^row + q·r^col of each query, [B·heads, n], and the largest k·k of the row,
+    [B·heads, H].
+    """
     y = tl.program_id(0) % H
     h = tl.program_id(0) // H
     first = tl.program_id(1) * span
@@ -68,10 +78,87 @@ def positions(
         q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
         at = (image * heads + h) * n
         to = by_row_ptr + at * H + row[:, None] * n + y * W + x[None, :]
-        tl.store(to, dot(by_row, tl.trans(q), PRECISION).to(dtype), mask=(row < H)[:, None] & (x < W)[None, :])
+        of_rows = dot(by_row, tl.trans(q), PRECISION).to(dtype)
+        tl.store(to, of_rows, mask=(row < H)[:, None] & (x < W)[None, :])
         to = by_col_ptr + (at + y * W) * W + x[:, None] * W + key
-        tl.store(to, dot(q, tl.trans(by_col), PRECISION).to(dtype), mask=inside)
+        of_cols = dot(q, tl.trans(by_col), PRECISION).to(dtype)
+        tl.store(to, of_cols, mask=inside)
+        if BOUND:
+            top = tl.max(tl.where((row < H)[:, None], of_rows.to(tl.float32), OUTSIDE), 0)
+            top += tl.max(tl.where(inside, of_cols.to(tl.float32), OUTSIDE), 1)
+            tl.store(top_ptr + at + y * W + x, top, mask=x < W)
+            k = _tile(k_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D).to(tl.float32)
+            tl.store(norm_ptr + (image * heads + h) * H + y, tl.max(tl.sum(k * k, 1), 0))
         image += 1
+
+
+@triton.jit
+def _walk(
+    q,
+    i,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    largest,
+    q_n,
+    H,
+    W,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+    WB: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Σ p·v, Σ p and the logit where p is 1: `largest`, unless EXACT, which takes it along from −∞."""
+    n = H * W
+    dtype = q.dtype
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    ones = tl.full((WB, 8), 1.0, dtype)
+    out = tl.zeros((M, DVP), tl.float32)
+    total = tl.zeros((M, 8), tl.float32)
+    for x0 in range(0, W, WB):
+        x = x0 + tl.arange(0, WB)
+        there = (i < n)[:, None] & (x < W)[None, :]
+        column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        for y0 in range(0, H, ROWS):
+            logits = ()
+            addend = ()
+            best = largest
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                at_row = (y0 + r) * n + i
+                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+                s = dot_add(q, tl.trans(k), column, PRECISION)
+                if HAS_MASK:
+                    allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
+                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+                a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+                if EXACT:
+                    best = tl.maximum(best, tl.max(s, 1) + a)
+                logits = logits + (s,)
+                addend = addend + (a,)
+            if EXACT:
+                fade = exp2((largest - best) * unit)
+                largest = best
+                out *= fade[:, None]
+                total *= fade[:, None]
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
+                p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
+                out = dot_add(p, v, out, PRECISION)
+                # The tensor cores add up as they go: no lane waits for another.
+                total = dot_add(p, ones, total, PRECISION)
+    return out, tl.max(total, 1), largest
 
 
 @triton.jit
@@ -81,6 +168,8 @@ def forward(
     v_ptr,
     by_row_ptr,
     by_col_ptr,
+    top_ptr,
+    norm_ptr,
     mask_ptr,
     out_ptr,
     lse_ptr,
@@ -98,10 +187,16 @@ def forward(
     M: tl.constexpr,
     WB: tl.constexpr,
     ROWS: tl.constexpr,
+    HB: tl.constexpr,
+    BOUND: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """M queries of one head of one image: their outputs, and log₂ Σ 2^logit."""
+    """M queries of one head of one image: their outputs, and log₂ Σ 2^logit.
+
+    With a BOUND, |q·k| ≤ ‖q‖·max‖k‖: a logit is at most largest = top + ‖q‖·max‖k‖, and the largest one at least
+    top − ‖q‖·max‖k‖. Where both are close enough for float32's exponents, nothing is compared or rescaled on the way.
+    """
     n = H * W
     i = tl.program_id(0) % tiles * M + tl.arange(0, M)
     b = (tl.program_id(0) // tiles // heads).to(tl.int64)
@@ -115,45 +210,36 @@ def forward(
     v_ptr += b * q_b + h * DV
     by_row_ptr += at * H
     by_col_ptr += at * W
-    ones = tl.full((WB, 8), 1.0, dtype)
-    out = tl.zeros((M, DVP), tl.float32)
-    total = tl.zeros((M, 8), tl.float32)
+    if HAS_MASK:
+        mask_ptr += b * n
     largest = tl.full((M,), float("-inf"), tl.float32)
-    for x0 in range(0, W, WB):
-        x = x0 + tl.arange(0, WB)
-        there = (i < n)[:, None] & (x < W)[None, :]
-        column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
-        for y0 in range(0, H, ROWS):
-            logits = ()
-            addend = ()
-            best = largest
-            for r in tl.static_range(ROWS):
-                j = (y0 + r) * W + x
-                at_row = (y0 + r) * n + i
-                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
-                s = dot_add(q, tl.trans(k), column, PRECISION)
-                if HAS_MASK:
-                    allowed = tl.load(mask_ptr + b * n + j, mask=(x < W) & (j < n), other=1)
-                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
-                a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
-                best = tl.maximum(best, tl.max(s, 1) + a)
-                logits = logits + (s,)
-                addend = addend + (a,)
-            fade = exp2((largest - best) * unit)
-            largest = best
-            out *= fade[:, None]
-            total *= fade[:, None]
-            for r in tl.static_range(ROWS):
-                j = (y0 + r) * W + x
-                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-                p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
-                out = dot_add(p, v, out, PRECISION)
-                # The tensor cores add up as they go: no lane waits for another.
-                total = dot_add(p, ones, total, PRECISION)
-    summed = tl.max(total, 1)
+    if BOUND:
+        row = tl.arange(0, HB)
+        of_keys = tl.max(tl.load(norm_ptr + (b * heads + h) * H + row, mask=row < H, other=0.0), 0)
+        wide = q.to(tl.float32)
+        reach = tl.sqrt(tl.sum(wide * wide, 1) * of_keys)
+        close = tl.max(reach, 0) * unit < CLOSE
+        # fmt: off
+        if close:
+            bound = tl.load(top_ptr + at + i, mask=i < n, other=0.0) + reach
+            out, total, largest = _walk(
+                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, unit,
+                D, DV, DP, DVP, M, WB, ROWS, False, HAS_MASK, PRECISION,
+            )
+        else:
+            out, total, largest = _walk(
+                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, unit,
+                D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
+            )
+    else:
+        out, total, largest = _walk(
+            q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, unit,
+            D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
+        )
+        # fmt: on
     to = out_ptr + ((b * n + i) * heads + h)[:, None] * DV + e[None, :]
-    tl.store(to, (out * reciprocal(summed)[:, None]).to(dtype), mask=(i < n)[:, None] & (e < DV)[None, :])
-    tl.store(lse_ptr + at + i, largest * unit + tl.log2(summed), mask=i < n)
+    tl.store(to, (out * reciprocal(total)[:, None]).to(dtype), mask=(i < n)[:, None] & (e < DV)[None, :])
+    tl.store(lse_ptr + at + i, largest * unit + tl.log2(total), mask=i < n)
 
 
 @triton.jit
@@ -215,14 +301,15 @@ def query_gradients(
     of_row_ptr += at * H * PARTS
     by_col_ptr += at * W
     of_col_ptr += at * W
-    minus_delta = tl.zeros((M, WB), tl.float32) - delta[:, None]
     dq = tl.zeros((M, DP), tl.float32)
+    to_row = tl.arange(0, 8)[None, :] + tl.zeros((WB, 8), tl.int32)
     for x0 in range(0, W, WB):
         x = x0 + tl.arange(0, WB)
         there = use[:, None] & (x < W)[None, :]
         column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
         of_column = tl.zeros((M, WB), tl.float32)
         for y0 in range(0, H, ROWS):
+            of_rows = tl.zeros((M, 8), tl.float32)
             for r in tl.static_range(ROWS):
                 j = (y0 + r) * W + x
                 at_row = (y0 + r) * n + i
@@ -234,11 +321,16 @@ def query_gradients(
                     s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
                 a = tl.load(by_row_ptr + at_row, mask=use & (at_row < H * n), other=OUTSIDE).to(tl.float32)
                 p = exp2(s * unit + (a * unit - lse)[:, None])
-                ds = p * dot_add(grad, tl.trans(v), minus_delta, PRECISION)
+                ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
                 of_column += ds
-                of_row = tl.sum(ds, 1).to(of_row_ptr.dtype.element_ty)
-                tl.store(of_row_ptr + at_row, of_row, mask=use & (at_row < H * n))
-                dq = dot_add(ds.to(dtype), k, dq, PRECISION)
+                ds = ds.to(dtype)
+                # Σ over the row's columns goes to column r.
+                of_rows = dot_add(ds, tl.where(to_row == r, 1.0, 0.0).to(dtype), of_rows, PRECISION)
+                dq = dot_add(ds, k, dq, PRECISION)
+            y = y0 + tl.arange(0, 8)[None, :]
+            to = of_row_ptr + y * n + i[:, None]
+            mine = use[:, None] & (y < tl.minimum(H, y0 + ROWS))
+            tl.store(to, of_rows.to(of_row_ptr.dtype.element_ty), mask=mine)
         tl.store(of_col_ptr + i[:, None] * W + x[None, :], of_column.to(of_col_ptr.dtype.element_ty), mask=there)
         of_row_ptr += n * H
     channels = heads * (2 * D + DV)
@@ -304,7 +396,8 @@ def key_gradients(
     c = tl.arange(0, CB)
     r = tl.arange(0, 16)
     own_column = tl.where(key[:, None] % WB == c[None, :], 1.0, 0.0).to(dtype)
-    own_row = tl.where(key[:, None] // WB == r[None, :], 1.0, 0.0).to(dtype)
+    if KR > 1:
+        own_row = tl.where(key[:, None] // WB == r[None, :], 1.0, 0.0).to(dtype)
     if HAS_MASK:
         allowed = tl.load(mask_ptr + b * n + j, mask=here, other=1)
         masked = tl.where(allowed != 0, 0.0, MASKED * unit)
@@ -328,13 +421,13 @@ def key_gradients(
         delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
         s = dot(k, tl.trans(q), PRECISION)
         s = dot_add(own_column, tl.trans(column), s, PRECISION)
-        if KR == 1:
-            row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
-            lse -= row * unit
-        else:
+        if KR > 1:
             there = (r < KR)[:, None] & (y0 + r < H)[:, None] & use[None, :]
             row = tl.load(by_row_ptr + r[:, None] * n + i[None, :], mask=there, other=0.0)
             s = dot_add(own_row, row, s, PRECISION)
+        else:
+            row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
+            lse -= row * unit
         exponent = s * unit - lse[None, :]
         if HAS_MASK:
             exponent += masked[:, None]

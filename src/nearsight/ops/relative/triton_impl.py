@@ -58,26 +58,29 @@ def run(
 
 
 class QueryTile(NamedTuple):
-    """Queries and warps of a program, and rows of keys at a time."""
+    """Queries and warps of a program, rows of keys at a time, and the most registers of a thread (None: the compiler's choice)."""
 
     queries: int
     warps: int
     rows: int
+    registers: int | None = None
     stages: int = 2
 
 
 class KeyTile(NamedTuple):
-    """Keys and warps of a program, and queries at a time."""
+    """Keys and warps of a program, queries at a time, and registers as above."""
 
     keys: int
     warps: int
     queries: int
+    registers: int | None = None
     stages: int = 2
 
 
 # Columns of keys in one product: a wider map is walked in blocks of so many.
 WIDEST_BLOCK = 64
-FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = QueryTile(128, 8, 2), QueryTile(128, 8, 1), KeyTile(128, 8, 32)
+# By registers and instructions of the compiled kernels at 32×32, head dim 20 (README); not yet timed.
+FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = QueryTile(128, 8, 2, 128), QueryTile(128, 8, 2, 128), KeyTile(128, 8, 64, 128)
 # float32, and heads wider than 64: three products for one, or operands of twice the size.
 FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1), QueryTile(64, 4, 1), KeyTile(64, 4, 32)
 # Programs wanted of the kernels that go along the batch.
@@ -127,8 +130,13 @@ class _Call(NamedTuple):
         """Columns of keys in one product of the kernels that have queries along the first axis."""
         return min(_padded(self.width), WIDEST_BLOCK)
 
+    def bounded(self) -> bool:
+        """Whether the forward may take a bound of the logits for their maximum: not where the query's best key may be masked,
+        nor in float16, whose weights would lose bits."""
+        return self.mask is None and self.packed.dtype != torch.float16
+
     def positions(self) -> tuple[Tensor, Tensor]:
-        """The position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, W]."""
+        """Places for the position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, W]."""
         batch, n, _ = self.packed.shape
         like = {"dtype": self.packed.dtype, "device": self.packed.device}
         by_row = torch.empty((batch * self.heads, self.height, n), **like)
@@ -154,6 +162,12 @@ class _Call(NamedTuple):
         return (lines, -(-batch // span)), span, constants
 
 
+def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, int]:
+    """The options of a launch that uses `share` of a tile."""
+    limit = {} if tile.registers is None or torch.version.hip is not None else {"maxnreg": tile.registers}
+    return {"num_warps": max(1, int(tile.warps * share)), "num_stages": tile.stages, **limit}
+
+
 def _padded(size: int) -> int:
     """The length of a range that holds `size` and that a product can sum over."""
     return max(16, next_power_of_two(size))
@@ -175,16 +189,18 @@ def _call(
     return _Call(packed, rel_row.contiguous(), rel_col.contiguous(), mask, heads, dim, height, scale)
 
 
-def _fill_positions(call: _Call, by_row: Tensor, by_col: Tensor) -> None:
+def _fill_positions(call: _Call, by_row: Tensor, by_col: Tensor, bounds: tuple[Any, Any] = (None, None)) -> None:
     from nearsight.ops.relative import kernels
 
     grid, span, constants = call.along_batch()
-    q = call.views(call.packed)[0]
-    tables = (_per_head(call.rel_row), _per_head(call.rel_col))
+    q, k, _ = call.views(call.packed)
+    tables = (call.rel_row, call.rel_col)
+    heads = (_per_head(call.rel_row), _per_head(call.rel_col))
     sizes = (call.packed.shape[0], call.heads, call.height, call.width, span)
     strides = (call.packed.stride(0), call.packed.stride(1))
+    constants["BOUND"] = bounds[0] is not None
     launch(
-        kernels.positions, grid, q, call.rel_row, call.rel_col, by_row, by_col, *strides, *tables, *sizes, **constants
+        kernels.positions, grid, q, k, *tables, by_row, by_col, *bounds, *strides, *heads, *sizes, **constants
     )
 
 
@@ -203,8 +219,7 @@ def _fit(tile: QueryTile, call: _Call) -> tuple[int, dict[str, Any]]:
         "WB": call.block(),
         "ROWS": min(tile.rows, next_power_of_two(call.height)),
         **call.flags(),
-        "num_warps": max(1, tile.warps * queries // tile.queries),
-        "num_stages": tile.stages,
+        **_resources(tile, queries / tile.queries),
     }
     return -(-n // queries), constants
 
@@ -217,14 +232,20 @@ def _attend(call: _Call, tile: QueryTile | None = None) -> tuple[Tensor, Tensor]
     if out.numel() == 0:
         return out, lse
     by_row, by_col = call.positions()
-    _fill_positions(call, by_row, by_col)
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+    if call.bounded():
+        # Of each query's position logits the largest, of each row of keys the largest k·k.
+        bounds = torch.empty_like(lse), torch.empty((*lse.shape[:2], call.height), dtype=lse.dtype, device=lse.device)
+    _fill_positions(call, by_row, by_col, bounds)
     tile = tile or (FORWARD_LARGE if call.large else FORWARD)
     tiles, constants = _fit(tile, call)
     launch(
         kernels.forward,
         (batch * call.heads * tiles,),
-        *(*call.views(call.packed), by_row, by_col, call.mask, out, lse, call.packed.stride(0), call.packed.stride(1)),
-        *(call.heads, call.height, call.width, tiles, call.unit),
+        *(*call.views(call.packed), by_row, by_col, *bounds, call.mask, out, lse),
+        *(call.packed.stride(0), call.packed.stride(1), call.heads, call.height, call.width, tiles, call.unit),
+        HB=_padded(call.height),
+        BOUND=call.bounded(),
         **constants,
     )
     return out, lse
@@ -285,8 +306,7 @@ def _gradients(
         N=min(key.queries, _padded(n)),
         CB=max(16, columns),
         **call.flags(),
-        num_warps=max(1, key.warps * rows * columns // key.keys),
-        num_stages=key.stages,
+        **_resources(key, rows * columns / key.keys),
     )
 
     grid, span, constants = call.along_batch()
