@@ -16,7 +16,7 @@ from tests.support.largest import LargestTensor
 
 def definition(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor, key_mask: Tensor | None = None):
     height, width = q.shape[1:3]
-    y, x = torch.arange(height), torch.arange(width)
+    y, x = (torch.arange(size, device=q.device) for size in (height, width))
     by_row = rel_row[:, y - y[:, None] + height - 1]  # [heads, y of the query, y of the key, D]
     by_column = rel_col[:, x - x[:, None] + width - 1]
     logits = torch.einsum("byxhd,bijhd->bhyxij", q, k)

@@ -243,7 +243,10 @@ def test_what_it_refuses():
     assert reason() is None
     assert reason(dtype=torch.float64) == "needs float32, bfloat16 or float16, got float64"
     assert reason(dim=129) == "needs head dims from 1 to 128, got 129 and 2"
-    assert reason(height=129) == "needs maps of at most 128 rows and columns, got 129×5"
+    text = "needs maps of at most {} rows and columns at head dim {} in {}, got {}"
+    assert reason(height=129) == text.format(128, 4, "float32", "129×5")
+    assert reason(width=33, dim=65) == text.format(32, 65, "float32", "4×33")
+    assert reason(width=65, dim=65, dtype=BFLOAT) == text.format(64, 65, "bfloat16", "4×65")
 
 
 def test_without_a_gpu_it_says_so():

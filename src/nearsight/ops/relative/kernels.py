@@ -1,7 +1,7 @@
 """Triton kernels of global attention with two-dimensional relative positions. Equations and choices are in README.md.
 
 Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
-(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, W], by its column.
+(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, W], by its column, `pitch` ≥ W apart.
 Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
 """
 # mypy: ignore-errors
@@ -45,6 +45,8 @@ def positions(
     heads,
     H,
     W,
+    n,
+    pitch,
     span,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -62,7 +64,6 @@ def positions(
     y = tl.program_id(0) % H
     h = tl.program_id(0) // H
     first = tl.program_id(1) * span
-    n = H * W
     dtype = q_ptr.dtype.element_ty
     d = tl.arange(0, DP)
     x = tl.arange(0, WB)
@@ -80,9 +81,10 @@ def positions(
         to = by_row_ptr + at * H + row[:, None] * n + y * W + x[None, :]
         of_rows = dot(by_row, tl.trans(q), PRECISION).to(dtype)
         tl.store(to, of_rows, mask=(row < H)[:, None] & (x < W)[None, :])
-        to = by_col_ptr + (at + y * W) * W + x[:, None] * W + key
+        to = by_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key
         of_cols = dot(q, tl.trans(by_col), PRECISION).to(dtype)
-        tl.store(to, of_cols, mask=inside)
+        # Beyond the last column zeros, up to the pitch: whoever multiplies them by 0 may read them.
+        tl.store(to, tl.where(key < W, of_cols, 0.0), mask=(x < W)[:, None] & (key >= 0) & (key < pitch))
         if BOUND:
             top = tl.max(tl.where((row < H)[:, None], of_rows.to(tl.float32), OUTSIDE), 0)
             top += tl.max(tl.where(inside, of_cols.to(tl.float32), OUTSIDE), 1)
@@ -105,6 +107,8 @@ def _walk(
     q_n,
     H,
     W,
+    n,
+    pitch,
     unit,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -118,7 +122,6 @@ def _walk(
     PRECISION: tl.constexpr,
 ):
     """Σ p·v, Σ p and the logit where p is 1: `largest`, unless EXACT, which takes it along from −∞."""
-    n = H * W
     dtype = q.dtype
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
@@ -128,7 +131,7 @@ def _walk(
     for x0 in range(0, W, WB):
         x = x0 + tl.arange(0, WB)
         there = (i < n)[:, None] & (x < W)[None, :]
-        column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
         for y0 in range(0, H, ROWS):
             logits = ()
             addend = ()
@@ -178,6 +181,8 @@ def forward(
     heads,
     H,
     W,
+    n,
+    pitch,
     tiles,
     unit,
     D: tl.constexpr,
@@ -197,7 +202,6 @@ def forward(
     With a BOUND, |q·k| ≤ ‖q‖·max‖k‖: a logit is at most largest = top + ‖q‖·max‖k‖, and the largest one at least
     top − ‖q‖·max‖k‖. Where both are close enough for float32's exponents, nothing is compared or rescaled on the way.
     """
-    n = H * W
     i = tl.program_id(0) % tiles * M + tl.arange(0, M)
     b = (tl.program_id(0) // tiles // heads).to(tl.int64)
     h = tl.program_id(0) // tiles % heads
@@ -209,7 +213,7 @@ def forward(
     k_ptr += b * q_b + h * D
     v_ptr += b * q_b + h * DV
     by_row_ptr += at * H
-    by_col_ptr += at * W
+    by_col_ptr += at * pitch
     if HAS_MASK:
         mask_ptr += b * n
     largest = tl.full((M,), float("-inf"), tl.float32)
@@ -223,17 +227,17 @@ def forward(
         if close:
             bound = tl.load(top_ptr + at + i, mask=i < n, other=0.0) + reach
             out, total, largest = _walk(
-                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, unit,
+                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, n, pitch, unit,
                 D, DV, DP, DVP, M, WB, ROWS, False, HAS_MASK, PRECISION,
             )
         else:
             out, total, largest = _walk(
-                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, unit,
+                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
                 D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
             )
     else:
         out, total, largest = _walk(
-            q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, unit,
+            q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
             D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
         )
         # fmt: on
@@ -262,6 +266,8 @@ def query_gradients(
     heads,
     H,
     W,
+    n,
+    pitch,
     tiles,
     unit,
     D: tl.constexpr,
@@ -280,7 +286,6 @@ def query_gradients(
     dq lies like q, but dense: [B, n, channels of q, k and v]. The logits by row get one gradient per block of WB columns,
     [B·heads, PARTS, H, n].
     """
-    n = H * W
     i = tl.program_id(0) % tiles * M + tl.arange(0, M)
     b = (tl.program_id(0) // tiles // heads).to(tl.int64)
     h = tl.program_id(0) // tiles % heads
@@ -299,14 +304,14 @@ def query_gradients(
     v_ptr += b * q_b + h * DV
     by_row_ptr += at * H
     of_row_ptr += at * H * PARTS
-    by_col_ptr += at * W
-    of_col_ptr += at * W
+    by_col_ptr += at * pitch
+    of_col_ptr += at * pitch
     dq = tl.zeros((M, DP), tl.float32)
     to_row = tl.arange(0, 8)[None, :] + tl.zeros((WB, 8), tl.int32)
     for x0 in range(0, W, WB):
         x = x0 + tl.arange(0, WB)
         there = use[:, None] & (x < W)[None, :]
-        column = tl.load(by_col_ptr + i[:, None] * W + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
         of_column = tl.zeros((M, WB), tl.float32)
         for y0 in range(0, H, ROWS):
             of_rows = tl.zeros((M, 8), tl.float32)
@@ -331,7 +336,7 @@ def query_gradients(
             to = of_row_ptr + y * n + i[:, None]
             mine = use[:, None] & (y < tl.minimum(H, y0 + ROWS))
             tl.store(to, of_rows.to(of_row_ptr.dtype.element_ty), mask=mine)
-        tl.store(of_col_ptr + i[:, None] * W + x[None, :], of_column.to(of_col_ptr.dtype.element_ty), mask=there)
+        tl.store(of_col_ptr + i[:, None] * pitch + x[None, :], of_column.to(of_col_ptr.dtype.element_ty), mask=there)
         of_row_ptr += n * H
     channels = heads * (2 * D + DV)
     to = dq_ptr + (b * n + i)[:, None] * channels + h * D + d[None, :]
@@ -356,6 +361,8 @@ def key_gradients(
     heads,
     H,
     W,
+    n,
+    pitch,
     tiles,
     across,
     unit,
@@ -376,7 +383,6 @@ def key_gradients(
     Keys lie along the first axis, so that the weights and dS are first operands as they are. A query's position logits come by
     a product with the one-hot row and column of a key.
     """
-    n = H * W
     tile = tl.program_id(0) % tiles
     b = (tl.program_id(0) // tiles // heads).to(tl.int64)
     h = tl.program_id(0) // tiles % heads
@@ -404,7 +410,7 @@ def key_gradients(
     q_ptr += b * q_b + h * D
     grad_ptr += b * n * heads * DV + h * DV
     by_row_ptr += (at * H + y0 * n).to(tl.int64)
-    by_col_ptr += at * W + x0
+    by_col_ptr += at * pitch + x0
     dk = tl.zeros((KR * WB, DP), tl.float32)
     dv = tl.zeros((KR * WB, DVP), tl.float32)
     for first in range(0, n, N):
@@ -413,9 +419,7 @@ def key_gradients(
         q = _tile(q_ptr, i, d, q_n, use, D)
         grad = _tile(grad_ptr, i, e, heads * DV, use, DV)
         column = tl.load(
-            by_col_ptr + i[:, None] * W + c[None, :],
-            mask=use[:, None] & (c < WB)[None, :] & (x0 + c < W)[None, :],
-            other=0.0,
+            by_col_ptr + i[:, None] * pitch + c[None, :], mask=use[:, None] & (x0 + c < pitch)[None, :], other=0.0
         )
         lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
         delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
@@ -459,6 +463,8 @@ def position_gradients(
     heads,
     H,
     W,
+    n,
+    pitch,
     span,
     scale,
     D: tl.constexpr,
@@ -477,7 +483,6 @@ def position_gradients(
     y = tl.program_id(0) % H
     h = tl.program_id(0) // H
     first = tl.program_id(1) * span
-    n = H * W
     dtype = q_ptr.dtype.element_ty
     d = tl.arange(0, DP)
     x = tl.arange(0, WB)
@@ -501,7 +506,7 @@ def position_gradients(
                 other=0.0,
             ).to(tl.float32)
         of_row = of_row.to(dtype)
-        of_col = tl.load(of_col_ptr + (at + y * W) * W + x[:, None] * W + key, mask=inside, other=0.0)
+        of_col = tl.load(of_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key, mask=inside, other=0.0)
         drow = dot_add(of_row, q, drow, PRECISION)
         dcol = dot_add(tl.trans(of_col), q, dcol, PRECISION)
         to = dq_ptr + (image * n + y * W + x)[:, None] * CHANNELS + h * D + d[None, :]

@@ -15,7 +15,8 @@ from nearsight.ops.triton_support import common_refusal, dot_precision, launch, 
 __all__ = ["KeyTile", "QueryTile", "refusal", "run"]
 
 WIDEST_HEAD = 128
-LONGEST_SIDE = 128  # of a map: the tables' gradients of a row of queries lie in one program's registers
+LONGEST_SIDE = 128  # of a map
+LARGEST_TABLE = 2**14  # bytes of one side's embeddings: a program holds those of both, twice as many and their gradients
 
 
 def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -> str | None:
@@ -25,8 +26,10 @@ def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -
         return reason
     if not 1 <= dim <= WIDEST_HEAD or not 1 <= value_dim <= WIDEST_HEAD:
         return f"needs head dims from 1 to {WIDEST_HEAD}, got {dim} and {value_dim}"
-    if max(height, width) > LONGEST_SIDE:
-        return f"needs maps of at most {LONGEST_SIDE} rows and columns, got {height}×{width}"
+    longest = min(LONGEST_SIDE, LARGEST_TABLE // (_padded(dim) * packed.element_size()))
+    if max(height, width) > longest:
+        dtype = str(packed.dtype).removeprefix("torch.")
+        return f"needs maps of at most {longest} rows and columns at head dim {dim} in {dtype}, got {height}×{width}"
     return None
 
 
@@ -58,7 +61,10 @@ def run(
 
 
 class QueryTile(NamedTuple):
-    """Queries and warps of a program, rows of keys at a time, and the most registers of a thread (None: the compiler's choice)."""
+    """Queries and warps of a program, rows of keys at a time, and the most registers of a thread (None: the compiler's choice).
+
+    Rows are of WIDEST_BLOCK columns; on a narrower map there are as many more at a time.
+    """
 
     queries: int
     warps: int
@@ -78,7 +84,7 @@ class KeyTile(NamedTuple):
 
 
 # Columns of keys in one product: a wider map is walked in blocks of so many.
-WIDEST_BLOCK = 64
+WIDEST_BLOCK = 32
 # By registers and instructions of the compiled kernels at 32×32, head dim 20 (README); not yet timed.
 FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = QueryTile(128, 8, 2, 128), QueryTile(128, 8, 2, 128), KeyTile(128, 8, 64, 128)
 # float32, and heads wider than 64: three products for one, or operands of twice the size.
@@ -130,17 +136,26 @@ class _Call(NamedTuple):
         """Columns of keys in one product of the kernels that have queries along the first axis."""
         return min(_padded(self.width), WIDEST_BLOCK)
 
+    def sizes(self) -> tuple[int, ...]:
+        """What follows the strides of every launch."""
+        return self.heads, self.height, self.width, self.packed.shape[1], self.pitch
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one query's logits by column to the next one's: they lie as wide loads want them."""
+        return -(-self.width // 16) * 16
+
     def bounded(self) -> bool:
         """Whether the forward may take a bound of the logits for their maximum: not where the query's best key may be masked,
         nor in float16, whose weights would lose bits."""
         return self.mask is None and self.packed.dtype != torch.float16
 
     def positions(self) -> tuple[Tensor, Tensor]:
-        """Places for the position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, W]."""
+        """Places for the position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, pitch]."""
         batch, n, _ = self.packed.shape
         like = {"dtype": self.packed.dtype, "device": self.packed.device}
         by_row = torch.empty((batch * self.heads, self.height, n), **like)
-        by_col = torch.empty((batch * self.heads, n, self.width), **like)
+        by_col = torch.empty((batch * self.heads, n, self.pitch), **like)
         return by_row, by_col
 
     def along_batch(self) -> tuple[tuple[int, int], int, dict[str, Any]]:
@@ -154,7 +169,7 @@ class _Call(NamedTuple):
             "DP": _padded(self.dim),
             "HB": _padded(self.height),
             "WB": _padded(self.width),
-            "OB": _padded(2 * self.width - 1),
+            "OB": _padded(self.width + self.pitch - 1),
             "PRECISION": dot_precision(self.packed.dtype),
             "num_warps": 8 if widest > 64 or self.large else 4,
             "num_stages": 2,
@@ -162,10 +177,11 @@ class _Call(NamedTuple):
         return (lines, -(-batch // span)), span, constants
 
 
-def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, int]:
-    """The options of a launch that uses `share` of a tile."""
-    limit = {} if tile.registers is None or torch.version.hip is not None else {"maxnreg": tile.registers}
-    return {"num_warps": max(1, int(tile.warps * share)), "num_stages": tile.stages, **limit}
+def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, Any]:
+    """The options of a launch that uses `share` of a tile; few warps may have all the registers they want."""
+    warps = max(1, int(tile.warps * share))
+    capped = tile.registers is not None and warps >= 4 and torch.version.hip is None
+    return {"num_warps": warps, "num_stages": tile.stages, **({"maxnreg": tile.registers} if capped else {})}
 
 
 def _padded(size: int) -> int:
@@ -196,7 +212,7 @@ def _fill_positions(call: _Call, by_row: Tensor, by_col: Tensor, bounds: tuple[A
     q, k, _ = call.views(call.packed)
     tables = (call.rel_row, call.rel_col)
     heads = (_per_head(call.rel_row), _per_head(call.rel_col))
-    sizes = (call.packed.shape[0], call.heads, call.height, call.width, span)
+    sizes = (call.packed.shape[0], *call.sizes(), span)
     strides = (call.packed.stride(0), call.packed.stride(1))
     constants["BOUND"] = bounds[0] is not None
     launch(
@@ -217,7 +233,7 @@ def _fit(tile: QueryTile, call: _Call) -> tuple[int, dict[str, Any]]:
         **call.head_dims(),
         "M": queries,
         "WB": call.block(),
-        "ROWS": min(tile.rows, next_power_of_two(call.height)),
+        "ROWS": min(tile.rows * WIDEST_BLOCK // call.block(), next_power_of_two(call.height)),
         **call.flags(),
         **_resources(tile, queries / tile.queries),
     }
@@ -243,7 +259,7 @@ def _attend(call: _Call, tile: QueryTile | None = None) -> tuple[Tensor, Tensor]
         kernels.forward,
         (batch * call.heads * tiles,),
         *(*call.views(call.packed), by_row, by_col, *bounds, call.mask, out, lse),
-        *(call.packed.stride(0), call.packed.stride(1), call.heads, call.height, call.width, tiles, call.unit),
+        *(call.packed.stride(0), call.packed.stride(1), *call.sizes(), tiles, call.unit),
         HB=_padded(call.height),
         BOUND=call.bounded(),
         **constants,
@@ -284,7 +300,7 @@ def _gradients(
         kernels.query_gradients,
         (batch * call.heads * tiles,),
         *(*inputs, out, lse, dq, of_row, of_col, delta, *strides),
-        *(call.heads, call.height, call.width, tiles, call.unit),
+        *(*call.sizes(), tiles, call.unit),
         PARTS=parts,
         **constants,
     )
@@ -299,7 +315,7 @@ def _gradients(
         kernels.key_gradients,
         (batch * call.heads * tiles,),
         *(*inputs, lse, delta, dk, dv, *strides),
-        *(call.heads, call.height, call.width, tiles, across, call.unit, call.scale),
+        *(*call.sizes(), tiles, across, call.unit, call.scale),
         **call.head_dims(),
         WB=columns,
         KR=rows,
@@ -319,7 +335,7 @@ def _gradients(
         grid,
         *(inputs[0], call.rel_row, call.rel_col, of_row, of_col, dq, drow, dcol, *strides),
         *(_per_head(call.rel_row), _per_head(call.rel_col)),
-        *(batch, call.heads, call.height, call.width, span, call.scale),
+        *(batch, *call.sizes(), span, call.scale),
         CHANNELS=call.packed.shape[2],
         PARTS=parts,
         **constants,
