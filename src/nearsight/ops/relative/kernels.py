@@ -1,7 +1,7 @@
 """Triton kernels of global attention with two-dimensional relative positions. Equations and choices are in README.md.
 
 Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
-(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, W], by its column, `pitch` ≥ W apart.
+(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
 Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
 """
 # mypy: ignore-errors
@@ -16,7 +16,9 @@ __all__ = ["forward", "key_gradients", "position_gradients", "positions", "query
 OUTSIDE = tl.constexpr(-1e30)  # the logit of a column or row that is not there
 # Half of what the exponents of float32 hold, in powers of 2, with room for small weights beside the largest.
 CLOSE = tl.constexpr(40.0)
-MASKED = tl.constexpr(-1e5)  # added where key_mask is False: its exponential is 0, and an image of nothing else stays finite
+MASKED = tl.constexpr(
+    -1e5
+)  # added where key_mask is False: its exponential is 0, and an image of nothing else stays finite
 
 
 @triton.jit
@@ -237,8 +239,30 @@ def forward(
             )
     else:
         out, total, largest = _walk(
-            q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
-            D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
+            q,
+            i,
+            k_ptr,
+            v_ptr,
+            by_row_ptr,
+            by_col_ptr,
+            mask_ptr,
+            largest,
+            q_n,
+            H,
+            W,
+            n,
+            pitch,
+            unit,
+            D,
+            DV,
+            DP,
+            DVP,
+            M,
+            WB,
+            ROWS,
+            True,
+            HAS_MASK,
+            PRECISION,
         )
         # fmt: on
     to = out_ptr + ((b * n + i) * heads + h)[:, None] * DV + e[None, :]
