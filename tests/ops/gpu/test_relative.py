@@ -135,7 +135,7 @@ def test_replayed_calls_are_the_same():
 
 
 def test_opcheck():
-    inputs = on_gpu(make(FLOAT, (6, 5), 2))
+    inputs = on_gpu(make(FLOAT, (6, 5), 2, heads=2))
     packed, rel_row, rel_col = (t.detach().requires_grad_() for t in leaves_of(inputs))
     arguments = (packed.detach().flatten(1, 2).requires_grad_(), rel_row, rel_col, None, 2, 4, 6, 0.5)
     torch.library.opcheck(torch.ops.nearsight.relative_attention_triton.default, arguments)

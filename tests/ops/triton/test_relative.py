@@ -13,7 +13,7 @@ from tests.support.accuracy import assert_by_error_rule
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
 
-def make(dtype=FLOAT, size=(3, 5), batch=1, heads=2, dim=4, values=2, shared=True, mask=None, spread=1.0):
+def make(dtype=FLOAT, size=(3, 5), batch=1, heads=1, dim=4, values=2, shared=True, mask=None, spread=1.0):
     """Inputs of one call; `mask` is the share of pixels that may be attended."""
     height, width = size
     generator = torch.Generator().manual_seed(height * 31 + width + dim)
@@ -30,11 +30,11 @@ def make(dtype=FLOAT, size=(3, 5), batch=1, heads=2, dim=4, values=2, shared=Tru
     return {**inputs, "key_mask": allowed}
 
 
-def by_triton(heads=2, dim=4, scale=0.5):
+def by_triton(heads=1, dim=4, scale=0.5):
     return lambda **tensors: triton_impl.run(**tensors, heads=heads, dim=dim, scale=scale)
 
 
-def by_definition(heads=2, dim=4, scale=0.5):
+def by_definition(heads=1, dim=4, scale=0.5):
     def run(packed, rel_row, rel_col, key_mask):
         q, k, v = packed.split([heads * dim, heads * dim, packed.shape[-1] - 2 * heads * dim], -1)
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
@@ -43,15 +43,14 @@ def by_definition(heads=2, dim=4, scale=0.5):
     return run
 
 
-def compare(inputs, heads=2, dim=4, **options):
+def compare(inputs, heads=1, dim=4, **options):
     assert_by_error_rule(by_triton(heads, dim, **options), by_definition(heads, dim, **options), inputs)
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("dtype", "shared"), [(FLOAT, True), (FLOAT, False), (BFLOAT, True), (HALF, False)])
 def test_every_dtype(dtype, shared):
-    compare(make(dtype, batch=2, shared=shared))
+    compare(make(dtype, heads=2, shared=shared), heads=2)
 
 
 @interpreted
@@ -68,15 +67,13 @@ def test_head_dims(dim, values):
 
 
 @interpreted
-@pytest.mark.parametrize("heads", [1, 3])
-def test_heads(heads):
-    compare(make(heads=heads, shared=False), heads=heads)
+def test_heads():
+    compare(make(size=(2, 3), heads=3, shared=False), heads=3)
 
 
 @interpreted
-@pytest.mark.parametrize("size", [(5, 3), (3, 18)])
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
-def test_masks(size, dtype):
+@pytest.mark.parametrize(("dtype", "size"), [(FLOAT, (5, 3)), (BFLOAT, (2, 18))])
+def test_masks(dtype, size):
     compare(make(dtype, size=size, mask=0.5, batch=2))
 
 
@@ -98,12 +95,12 @@ def test_nothing_to_attend_to():
     out = by_triton()(**inputs)
     assert (out == 0).all()
     dpacked, *tables = torch.autograd.grad(out.sum(), leaves)
-    torch.testing.assert_close(dpacked[..., -4:], torch.ones(1, 3, 4, 4), atol=1e-2, rtol=0)
-    assert all((t == 0).all() for t in (dpacked[..., :-4], *tables))
+    torch.testing.assert_close(dpacked[..., -2:], torch.ones(1, 3, 4, 2), atol=1e-2, rtol=0)
+    assert all((t == 0).all() for t in (dpacked[..., :-2], *tables))
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_rows_of_keys_at_a_time(rows):
     """The softmax carried over several steps, the last of which may be smaller."""
     names = ("FORWARD_LARGE", "QUERY_GRADIENTS_LARGE")
@@ -111,14 +108,14 @@ def test_rows_of_keys_at_a_time(rows):
     try:
         for name, tile in zip(names, before, strict=True):
             setattr(launches, name, tile._replace(queries=16, rows=rows))
-        compare(make(size=(7, 3)))
+        compare(make(size=(3, 17)))
     finally:
         for name, tile in zip(names, before, strict=True):
             setattr(launches, name, tile)
 
 
 @interpreted
-@pytest.mark.parametrize(("keys", "queries"), [(16, 16), (64, 32), (128, 64)])
+@pytest.mark.parametrize(("keys", "queries"), [(16, 16), (64, 32)])
 def test_keys_of_a_program(keys, queries):
     """One row of keys, whose logits by row are added, and several, whose come by a product."""
     before = launches.KEY_GRADIENTS_LARGE
@@ -132,7 +129,7 @@ def test_keys_of_a_program(keys, queries):
 @interpreted
 def test_large_logits():
     """Several hundred: only differences from the largest may be exponentiated, and a later row may bring it."""
-    compare(make(size=(5, 6), spread=12.0), scale=1.0)
+    compare(make(size=(5, 6), spread=8.0), scale=1.0)
 
 
 @interpreted
@@ -147,13 +144,12 @@ def test_more_images_than_programs_along_the_batch():
 
 @interpreted
 def test_strided():
-    """Channels of a wider tensor, next to each other, and every second pixel."""
-    inputs = make(size=(3, 4))
-    wide = torch.randn(1, 3, 8, 24, generator=torch.Generator().manual_seed(0))
-    for view in (wide[..., :20][:, :, :4], wide[..., 2:22][:, :, ::2], wide.permute(0, 1, 3, 2)[:, :, :4, :][..., :0]):
-        if view.numel():
-            one = by_triton()(**{**inputs, "packed": view})
-            assert torch.equal(one, by_triton()(**{**inputs, "packed": view.contiguous()}))
+    """Some channels of a wider tensor: of some pixels, of every second pixel, and every second one."""
+    inputs = make(size=(2, 4))
+    wide = torch.randn(1, 2, 8, 24, generator=torch.Generator().manual_seed(0))
+    for view in (wide[..., 2:12][:, :, :4], wide[..., 3:13][:, :, ::2], wide[..., ::2][:, :, :4, :10]):
+        out = by_triton()(**{**inputs, "packed": view})
+        assert torch.equal(out, by_triton()(**{**inputs, "packed": view.contiguous()}))
 
 
 @interpreted
@@ -161,17 +157,17 @@ def test_empty_batch():
     inputs = make(batch=0)
     leaves = [inputs[n].requires_grad_() for n in ("packed", "rel_row", "rel_col")]
     out = by_triton()(**inputs)
-    assert out.shape == (0, 3, 5, 2, 2)
+    assert out.shape == (0, 3, 5, 1, 2)
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves))
 
 
 @interpreted
 def test_twice_gives_the_same_bits():
-    inputs = make(size=(4, 5), heads=3)
+    inputs = make(size=(3, 4), heads=2)
     leaves = [inputs[n].requires_grad_() for n in ("packed", "rel_row", "rel_col")]
 
     def gradients():
-        out = by_triton(3)(**inputs)
+        out = by_triton(2)(**inputs)
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     for one, other in zip(gradients(), gradients(), strict=True):
@@ -180,9 +176,9 @@ def test_twice_gives_the_same_bits():
 
 @interpreted
 def test_opcheck():
-    inputs = make(mask=0.7)
+    inputs = make(size=(2, 3), mask=0.7)
     leaves = [inputs[n].requires_grad_() for n in ("packed", "rel_row", "rel_col")]
-    arguments = (leaves[0].detach().flatten(1, 2).requires_grad_(), *leaves[1:], inputs["key_mask"], 2, 4, 3, 0.5)
+    arguments = (leaves[0].detach().flatten(1, 2).requires_grad_(), *leaves[1:], inputs["key_mask"], 1, 4, 2, 0.5)
     torch.library.opcheck(torch.ops.nearsight.relative_attention_triton.default, arguments)
 
 
@@ -191,7 +187,7 @@ def test_opcheck():
 def test_the_layer_takes_it_and_agrees_with_its_other_way(options):
     torch.manual_seed(0)
     layer = RelativeAttention2d(6, 8, key_channels=12, feature_size=(4, 5), num_heads=2, **options)
-    x, mask = torch.randn(2, 6, 5, 3), torch.rand(2, 5, 3) > 0.3
+    x, mask = torch.randn(2, 6, 3, 2), torch.rand(2, 3, 2) > 0.3
     mask[1] = False
     results = []
     before = relative_attention.SMALLEST
@@ -214,7 +210,7 @@ def test_the_layer_takes_it_and_agrees_with_its_other_way(options):
 def test_the_layer_under_autocast():
     torch.manual_seed(0)
     layer = RelativeAttention2d(6, 8, key_channels=12, feature_size=(4, 5), num_heads=2)
-    x = torch.randn(1, 6, 4, 5)
+    x = torch.randn(1, 6, 3, 2)
     with torch.autocast("cpu", BFLOAT):
         got = layer(x)
     got.sum().backward()
@@ -229,7 +225,7 @@ def test_the_layer_compiles_whole():
     torch._dynamo.reset()
     layer = RelativeAttention2d(6, 8, key_channels=12, feature_size=(4, 5), num_heads=2)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for size in ((4, 5), (3, 7)):
+    for size in ((4, 2), (3, 5)):
         x = torch.randn(1, 6, *size)
         torch.testing.assert_close(compiled(x), layer(x))
 

@@ -159,7 +159,11 @@ def _walk(
             for r in tl.static_range(ROWS):
                 j = (y0 + r) * W + x
                 v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-                p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
+                if EXACT:
+                    # The difference first: logits may be large.
+                    p = exp2((logits[r] + (addend[r] - best)[:, None]) * unit).to(dtype)
+                else:
+                    p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
                 out = dot_add(p, v, out, PRECISION)
                 # The tensor cores add up as they go: no lane waits for another.
                 total = dot_add(p, ones, total, PRECISION)
