@@ -30,7 +30,7 @@ __all__ = ["RelativeAttention2d", "resize_table"]
 LAYER = "RelativeAttention2d"
 # Pixels from which attention by rows is twice as fast on a CPU; below, one fused call wins or is close.
 LARGE = 2048
-# Pixels from which the kernels of `ops.relative` run where Triton can. Estimated, not measured.
+# Pixels from which Triton's kernels run where they can: by their arithmetic on every map (ops/relative/README.md), not yet timed.
 SMALLEST = 1
 
 
@@ -42,9 +42,10 @@ class RelativeAttention2d(nn.Module):
     [B, in_channels, H, W] → [B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉], any H and W. The tables r hold one embedding per
     offset on a map of `feature_size` and are stretched linearly over other sizes.
 
-    The position terms enter the one product of queries and keys: the logits of a query's H row offsets and W column
-    offsets are appended to q, the one-hot row and column of a key to k. So torch's fused attention runs it all, and where
-    that has a kernel no n×n matrix exists. On a CPU maps of 2048 pixels and more go through `nearsight.ops.relative`.
+    Where Triton runs, the kernels of `nearsight.ops.relative` add the position logits to the products of q and k as they are
+    made. Elsewhere the position terms enter the one product of queries and keys: the logits of a query's H row offsets and W
+    column offsets are appended to q, the one-hot row and column of a key to k. So torch's fused attention runs it all, and where
+    that has a kernel no n×n matrix exists. On a CPU maps of 2048 pixels and more go by rows, `nearsight.ops.relative.rows`.
 
     Args:
         in_channels, out_channels: as in `nn.Conv2d`; out_channels is the paper's d_v.

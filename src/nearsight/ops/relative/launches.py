@@ -44,11 +44,8 @@ FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = QueryTile(128, 8, 2, 128), QueryTile(1
 # float32, or heads wider than 64: three products for one, or operands of twice the size.
 FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1), QueryTile(64, 4, 1), KeyTile(64, 4, 32)
 # Both.
-FORWARD_LARGEST, QUERY_GRADIENTS_LARGEST, KEY_GRADIENTS_LARGEST = (
-    QueryTile(32, 2, 1),
-    QueryTile(32, 2, 1),
-    KeyTile(32, 2, 16),
-)
+FORWARD_LARGEST, QUERY_GRADIENTS_LARGEST = QueryTile(32, 4, 1), QueryTile(32, 4, 1)
+KEY_GRADIENTS_LARGEST = KeyTile(32, 4, 16)
 # Programs wanted of the kernels that go along the batch.
 PROGRAMS = 2048
 
@@ -124,7 +121,6 @@ class RelativeCall(NamedTuple):
         batch = self.packed.shape[0]
         lines = self.heads * self.height
         span = -(-batch // max(1, min(batch, -(-PROGRAMS // lines))))
-        widest = max(self.height, self.width)
         constants = {
             "D": self.dim,
             "DP": padded(self.dim),
@@ -132,17 +128,21 @@ class RelativeCall(NamedTuple):
             "WB": padded(self.width),
             "OB": padded(self.width + self.pitch - 1),
             "PRECISION": dot_precision(self.packed.dtype),
-            "num_warps": 8 if widest > 64 or self.large else 4,
+            "num_warps": 8 if max(self.height, self.width) > 32 or self.large else 4,
             "num_stages": 2,
         }
         return (lines, -(-batch // span)), span, constants
 
 
 def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, Any]:
-    """The options of a launch that uses `share` of a tile; few warps may have all the registers they want."""
+    """The options of a launch that uses `share` of a tile."""
     warps = max(1, int(tile.warps * share))
-    capped = tile.registers is not None and warps >= 4 and torch.version.hip is None
-    return {"num_warps": warps, "num_stages": tile.stages, **({"maxnreg": tile.registers} if capped else {})}
+    return {"num_warps": warps, "num_stages": tile.stages, **_capped(tile.registers, warps)}
+
+
+def _capped(registers: int | None, warps: int) -> dict[str, int]:
+    """The option that caps the registers of a thread. A few warps may have all they want."""
+    return {} if registers is None or warps < 4 or torch.version.hip is not None else {"maxnreg": registers}
 
 
 def padded(size: int) -> int:
@@ -175,7 +175,7 @@ def _fill_positions(call: RelativeCall, by_row: Tensor, by_col: Tensor, bounds: 
     heads = (_per_head(call.rel_row), _per_head(call.rel_col))
     sizes = (call.packed.shape[0], *call.sizes(), span)
     strides = (call.packed.stride(0), call.packed.stride(1))
-    constants["BOUND"] = bounds[0] is not None
+    constants.update(BOUND=bounds[0] is not None, **({} if constants["num_warps"] > 4 else _capped(128, 4)))
     launch(kernels.positions, grid, q, k, *tables, by_row, by_col, *bounds, *strides, *heads, *sizes, **constants)
 
 
