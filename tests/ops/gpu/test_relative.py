@@ -98,8 +98,8 @@ def test_keeps_no_more_than_its_input_and_output():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(out.sum(), [inputs["packed"]])
-    # The gradients, the position logits and theirs (64 each per query and head), and shares of the tables' gradients.
-    assert torch.cuda.max_memory_allocated() - before <= pixels * 8 * 2 * (2 * (42 + 128) + 16) + 2**27
+    # The gradient of q, k and v, the position logits and theirs (64 each per query and head), shares of the tables' gradients.
+    assert torch.cuda.max_memory_allocated() - before <= pixels * 8 * (2 * (42 + 128) + 32) + 2**26
 
 
 def test_captured_in_a_graph():
