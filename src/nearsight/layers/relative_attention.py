@@ -144,7 +144,8 @@ class RelativeAttention2d(nn.Module):
 
     def _fused(self, packed: Tensor) -> bool:
         height, width = packed.shape[1:3]
-        if height * width < SMALLEST:
+        # Asked first: a refusal's sentence names the size, and a compiled graph would hold for that size alone.
+        if height * width < SMALLEST or max(height, width) > triton_impl.longest_side(packed, self.head_dim):
             return False
         values = self.out_channels // self.num_heads
         return triton_impl.refusal(packed, height, width, self.head_dim, values) is None

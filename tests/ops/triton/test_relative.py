@@ -221,13 +221,22 @@ def test_the_layer_under_autocast():
 
 
 @interpreted
-def test_the_layer_compiles_whole():
+def test_the_layer_compiles_once_for_all_maps_it_takes_and_once_for_those_it_refuses():
     torch._dynamo.reset()
-    layer = RelativeAttention2d(6, 8, key_channels=12, feature_size=(4, 5), num_heads=2)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for size in ((4, 2), (3, 5)):
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layer = RelativeAttention2d(6, 2, key_channels=4, feature_size=(4, 5), num_heads=1)
+    compiled = torch.compile(layer, backend=count, fullgraph=True, dynamic=True)
+    for size, wanted in (((3, 5), 1), ((2, 4), 1), ((65, 3), 2), ((66, 2), 2)):
         x = torch.randn(1, 6, *size)
         torch.testing.assert_close(compiled(x), layer(x))
+        assert len(graphs) == wanted
+    takes = [any("relative_attention_triton" in str(n.target) for n in g.graph.nodes) for g in graphs]
+    assert takes == [True, False]
 
 
 @interpreted

@@ -11,7 +11,7 @@ from nearsight.ops.launching import replayed
 from nearsight.ops.relative.launches import attend, empty_outputs, gradients, make_call, padded
 from nearsight.ops.triton_support import common_refusal
 
-__all__ = ["refusal", "run"]
+__all__ = ["longest_side", "refusal", "run"]
 
 WIDEST_HEAD = 128
 # Bytes of one number per column, and of one embedding per column: a program holds a square of the former, and some of the latter.
@@ -25,11 +25,16 @@ def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -
         return reason
     if not 1 <= dim <= WIDEST_HEAD or not 1 <= value_dim <= WIDEST_HEAD:
         return f"needs head dims from 1 to {WIDEST_HEAD}, got {dim} and {value_dim}"
-    longest = min(LONGEST_SIDE, LARGEST_TABLE // padded(dim)) // packed.element_size()
+    longest = longest_side(packed, dim)
     if max(height, width) > longest:
         dtype = str(packed.dtype).removeprefix("torch.")
         return f"needs maps of at most {longest} rows and columns at head dim {dim} in {dtype}, got {height}×{width}"
     return None
+
+
+def longest_side(packed: Tensor, dim: int) -> int:
+    """The most rows and columns of a map at this head dim."""
+    return min(LONGEST_SIDE, LARGEST_TABLE // padded(dim)) // packed.element_size()
 
 
 def run(
