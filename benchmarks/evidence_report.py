@@ -32,6 +32,8 @@ from evidence_rows import (
 PAGE = HERE.parent / "docs" / "results.md"
 IMAGES = "images"
 UNKNOWN = "not run yet"
+CLAIM_HEAD = ["published", "ours", "verdict"]
+PARTS = {"claims": "The papers' claims", "settings": "How the settings were chosen"}
 
 HEAD = """# Results on real images
 
@@ -188,19 +190,48 @@ def waiting(table: Table, out: Path) -> list[str]:
     return [f"Not run yet: {'; '.join(names)}.\n"] if names else []
 
 
+def scores_of(table: Table, out: Path) -> dict[str, Score | None]:
+    return {name: score_of(results_of(row, out)) for name, row in table.rows.items()}
+
+
+def judged(table: Table, scores: dict[str, Score | None]) -> list[list[str]]:
+    """The claims whose rows have all been run: what they say, as published, ours, and the verdict."""
+    rows = [[claim.says, claim.published, *verdict(claim, scores)] for claim in table.claims]
+    return [row for row in rows if row[-1] != UNKNOWN]
+
+
+def in_short(tables: dict[str, Table], out: Path) -> str:
+    """Every claim of the papers that was tried, with its verdict; a table is named in the first of its lines."""
+    rows = []
+    for table in tables.values():
+        if table.part == "claims" and table.claims:
+            link = f"[{table.title}](#{anchor(table.title)})"
+            found = judged(table, scores_of(table, out))
+            rows += [[link if number == 0 else "", *row] for number, row in enumerate(found)]
+    return f"## In short\n\n{markdown(['', 'claim', *CLAIM_HEAD], rows)}\n" if rows else ""
+
+
+def anchor(title: str) -> str:
+    """A heading's address, as GitHub makes it.
+
+    >>> anchor("Learned queries (QnA)")
+    'learned-queries-qna'
+    """
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+
+
 def section(table: Table, out: Path) -> str:
     if "accuracy" not in next(iter(table.rows.values())).metrics:
-        return f"## {table.title}\n\n{table.about.strip()}\n\n{measured(table, out)}\n{runs(table, out)}"
-    scores = {name: score_of(results_of(row, out)) for name, row in table.rows.items()}
+        return f"### {table.title}\n\n{table.about.strip()}\n\n{measured(table, out)}\n{runs(table, out)}"
+    scores = scores_of(table, out)
     head = ["", "accuracy", "params, M", "mult-adds, G", "epochs", "images/s", "GiB", "s", "published"]
-    parts = [f"## {table.title}\n\n{table.about.strip()}\n"]
+    parts = [f"### {table.title}\n\n{table.about.strip()}\n"]
     rows = [cells(row, out, scores[name]) for name, row in table.rows.items() if known(row, out)]
     if rows:
         parts.append(markdown(head, rows) + "\n")
-    rows = [[claim.says, claim.published, *verdict(claim, scores)] for claim in table.claims]
-    rows = [row for row in rows if row[-1] != UNKNOWN]
+    rows = judged(table, scores)
     if rows:
-        parts.append(markdown(["claim", "published", "ours", "verdict"], rows) + "\n")
+        parts.append(markdown(["claim", *CLAIM_HEAD], rows) + "\n")
     parts += waiting(table, out)
     parts.append(runs(table, out))
     return "\n".join(part for part in parts if part)
@@ -317,16 +348,21 @@ def drawn_apart(folder: Path) -> dict[str, str | None]:
 
 def page(out: Path, figures: dict[str, str | None]) -> str:
     """The whole page from the results under `out`."""
-    parts = [HEAD]
+    tables = read_tables()
+    parts = [HEAD, in_short(tables, out)]
     if figures.get("cost"):
         parts.append(f"![Accuracy against parameters, multiply-adds and training time]({IMAGES}/{figures['cost']})\n")
-    for name, table in read_tables().items():
+    part = ""
+    for name, table in tables.items():
+        if table.part != part:
+            part = table.part
+            parts.append(f"## {PARTS[part]}\n")
         parts.append(section(table, out))
         if figures.get(name) and table.picture is not None:
             parts.append(f"![{table.title}]({IMAGES}/{figures[name]})\n\n{table.picture[1]}.\n")
         if name == RADII[-1] and figures.get("radius"):
             parts.append(f"![Learned radius of every augmented layer against depth]({IMAGES}/{figures['radius']})\n")
-    return "\n".join(parts).rstrip() + "\n"
+    return "\n".join(text for text in parts if text).rstrip() + "\n"
 
 
 def main(words: Sequence[str] | None = None) -> int:

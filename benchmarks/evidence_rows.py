@@ -6,7 +6,7 @@ import fnmatch
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A group of rows that may be compared; `picture` is (file, caption) of one that was drawn apart."""
+    """A group of rows that may be compared; `picture` is (file, caption) of one that was drawn apart.
+
+    `part` is "claims" of the papers, or "settings": how those of our recipes were chosen.
+    """
 
     name: str
     title: str
@@ -74,23 +77,34 @@ class Table:
     rows: dict[str, Row]
     claims: list[Claim] = field(default_factory=list)
     picture: tuple[str, str] | None = None
+    part: str = "claims"
+
+
+def _changes(given: Iterable[str | list[str]]) -> tuple[str, ...]:
+    """Overrides in a row, those of shared lists among them.
+
+    >>> _changes(["a=1", ["b=2", "c=3"]])
+    ('a=1', 'b=2', 'c=3')
+    """
+    return tuple(change for one in given for change in ([one] if isinstance(one, str) else one))
 
 
 def read_tables(path: Path = ROWS) -> dict[str, Table]:
     """Every table of the file, by name."""
     tables = {}
     for name, keys in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-        shared = tuple(keys.get("set", ()))
+        if name.startswith("."):  # holds what others refer to
+            continue
         rows = {}
         for row, values in keys["rows"].items():
             made = {key: keys[key] for key in ("recipe", "data", "metrics") if key in keys} | values
             made["metrics"] = tuple(made.get("metrics", ("accuracy",)))
-            made["set"] = shared + tuple(values.get("set", ()))
+            made["set"] = _changes(keys.get("set", ())) + _changes(values.get("set", ()))
             made["seeds"] = tuple(values.get("seeds", (0,)))
             rows[row] = Row(name, row, **made)
         claims = [Claim(**{**claim, "order": tuple(claim["order"])}) for claim in keys.get("claims", {}).values()]
         picture = (keys["picture"]["file"], keys["picture"]["says"]) if "picture" in keys else None
-        tables[name] = Table(name, keys["title"], keys["about"], rows, claims, picture)
+        tables[name] = Table(name, keys["title"], keys["about"], rows, claims, picture, keys.get("part", "claims"))
     return tables
 
 

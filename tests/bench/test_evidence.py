@@ -105,13 +105,32 @@ def test_verdicts_follow_from_the_runs(tmp_path: Path, attention: float | None, 
         put(tmp_path, "sasa/conv", accuracy, seed)
     put(tmp_path, "sasa/attention", attention)
     table = TABLES["sasa"]
-    scores = {name: report.score_of(report.results_of(row, tmp_path)) for name, row in table.rows.items()}
+    scores = report.scores_of(table, tmp_path)
     assert report.verdict(table.claims[0], scores)[1] == said
     text = report.section(table, tmp_path)
     assert "94.50 ± 0.10 (3 seeds)" in text
     assert ("Runs that did not end well" in text) == (attention is None)
     assert ("| no result, see below |" in text) == (attention is None)
     assert (f"| {said} |" in text) == (attention is not None), "a claim nobody can judge yet has no line"
+
+
+def test_the_page_begins_with_every_verdict(tmp_path: Path) -> None:
+    assert report.in_short(TABLES, tmp_path) == ""
+    for table in ("sasa", "sasa40"):  # the second is about our settings, not about the paper
+        put(tmp_path, f"{table}/conv", 0.90)
+        put(tmp_path, f"{table}/attention", 0.95)
+    put(tmp_path, "faces/qna", 0.0, l1=0.02, psnr=28.0, epochs=20)
+    lines = report.in_short(TABLES, tmp_path).splitlines()[4:]
+    link = "[Stand-alone local self-attention (SASA)](#stand-alone-local-self-attention-sasa)"
+    assert lines[0] == f"| {link} | attention is ahead of convolution | 74.5 < 75.8 | 90.00 → 95.00 | agrees |"
+    assert [line.startswith("|  | ") for line in lines] == [False, True], (
+        "of four claims two speak of rows without a run"
+    )
+    text = report.page(tmp_path, {})
+    assert (
+        text.index("## In short") < text.index("## The papers' claims") < text.index("## How the settings were chosen")
+    )
+    assert text.index("## How the settings") < text.index("### SASA, a first schedule")
 
 
 def test_what_nobody_has_run_is_named_and_has_no_line(tmp_path: Path) -> None:
@@ -147,7 +166,7 @@ def test_a_step_back_anywhere_breaks_a_chain(tmp_path: Path) -> None:
     for name, accuracy in (("window3", 0.90), ("window5", 0.93), ("attention", 0.92), ("window9", 0.95)):
         put(tmp_path, f"sasa_ablations/{name}", accuracy)
     table = TABLES["sasa_ablations"]
-    scores = {name: report.score_of(report.results_of(row, tmp_path)) for name, row in table.rows.items()}
+    scores = report.scores_of(table, tmp_path)
     chain = next(claim for claim in table.claims if len(claim.order) == 4)
     assert report.verdict(chain, scores) == ("90.00 → 93.00 → 92.00 → 95.00", "**does not agree**")
 

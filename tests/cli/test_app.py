@@ -148,6 +148,16 @@ def test_a_missing_file_is_named(verb, capsys, tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", [PermissionError, IsADirectoryError, NotADirectoryError])
+def test_a_file_that_cannot_be_opened_is_named(verb, capsys, kind):
+    def probe():
+        raise kind(1, "No way", "x.png")
+
+    verb(probe)
+    assert main(["probe"]) == 2
+    assert capsys.readouterr().err == "nearsight probe: cannot open 'x.png': No way.\n"
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [

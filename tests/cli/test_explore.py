@@ -10,6 +10,7 @@ import pytest
 from nearsight import weights
 from nearsight.cli import explore, main
 from nearsight.errors import UserError
+from nearsight.train.checkpoints import write_folder
 
 
 @pytest.fixture
@@ -49,6 +50,24 @@ def test_says_what_another_host_means(served, port, capsys):
         capsys.readouterr().err.splitlines()[1]
         == "Everyone who can reach 0.0.0.0 can use this page: there is no password."
     )
+
+
+def test_this_machine_by_another_name_is_this_machine(served, port, capsys):
+    assert main(["explore", "sasa_resnet_nano", "--port", str(port), "--host", "localhost"]) == 0
+    assert capsys.readouterr().err == f"http://localhost:{port}: sasa_resnet_nano. Stop with Ctrl+C.\n"
+
+
+def test_a_note_does_not_tell_where_a_folder_lies(tmp_path):
+    state = {
+        "step": 1,
+        "config": {"data": {"source": "folder:/home/somebody/flowers"}},
+        "metrics": {"accuracy": 0.5, "images": 1200},
+    }
+    write_folder(tmp_path / "net", state, {})
+    wanted = (
+        "Trained on flowers: 50.0 % of 1,200 test images right. It names one of its 3 classes whatever it is shown."
+    )
+    assert explore.trained_note(str(tmp_path / "net"), 3) == wanted
 
 
 def test_by_default_what_ships_and_the_other_mechanisms(monkeypatch):

@@ -1,6 +1,7 @@
 """`nearsight maps`: the files it leaves, what it prints, and what it says to mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,9 @@ def test_mistakes(runs, tmp_path, capsys):
     assert "--pixels: got '8', wanted Y,X as in 8,12" in mistake(capsys, run, "--pixels", "8")
     assert "got the pixel (8, 99), wanted (y, x) inside 16×16." in mistake(capsys, run, "--pixels", "8,99")
     assert "--heads: got 'x', wanted numbers from 0 on, as in 0,2-5." in mistake(capsys, run, "--heads", "x")
-    assert "--heads: got 99, wanted 0 to " in mistake(capsys, run, "--heads", "0,99")
+    said = re.search(r"--heads: got 99, wanted 0 to (\d+): no layer", mistake(capsys, run, "--heads", "0,99"))
+    beyond = int(said[1]) + 1
+    assert f"--heads: got {beyond}, wanted 0 to {beyond - 1}" in mistake(capsys, run, "--heads", f"0-{beyond}")
     assert "--figures: no figure 'recieved'. Did you mean 'received'?" in mistake(capsys, run, "--figures", "recieved")
     assert "no attention layer is named 'stages.9'." in mistake(capsys, run, "--layers", "stages.9")
     assert "has none of the figures asked for" in mistake(capsys, run, "--figures", "mixture")

@@ -78,6 +78,17 @@ def test_sigterm_ends_the_networks_in_training_too(tmp_path: Path, monkeypatch: 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_each_network_is_trained_by_the_program(tmp_path: Path, monkeypatch: Any, epochs: int | None) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda command, **options: asked.append((command, options["env"])))
+    demo._start(demo.MEMBERS[0], tmp_path, epochs, threads=2)
+    ((command, env),) = asked
+    assert command[1:5] == ["-m", "nearsight", "train", "digits/sasa_nano"]
+    assert [word for word in command if word.startswith("schedule.")] == (["schedule.epochs=3"] if epochs else [])
+    assert env["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nearsight", "demo", "--out", str(tmp_path), "--json"]

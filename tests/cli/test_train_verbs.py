@@ -11,6 +11,8 @@ from PIL import Image
 
 from nearsight import recipes
 from nearsight.cli import main
+from nearsight.train.preview import activation_bytes, preview
+from nearsight.train.tasks import load_config, task_class
 
 QUICK = [
     "model.name=test_resnet",
@@ -19,6 +21,8 @@ QUICK = [
     "train.device=cpu",
     "log.tensorboard=false",
 ]
+
+BARE = ["data.batch_size=2", "ema.decay=null", "optimizer.name=sgd"]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,38 @@ def test_dry_run(capsys: Any) -> None:
     assert "15,715,560" in out
 
 
+def test_a_dry_run_counts_processes_micro_batches_and_what_is_held_out() -> None:
+    keys = [
+        "data.holdout=0.5",
+        "data.batch_size=8",
+        "train.accumulate=2",
+        "optimizer.lr=0.1",
+        "optimizer.base_batch=32",
+    ]
+    facts = preview(load_config("digits/conv_nano", [*keys, "schedule.epochs=3", "train.max_steps=40"]), world=3)
+    # 673 of 1347 images are left: 28 batches of 3 × 8, two of which make a step.
+    wanted = {"batch": 48, "steps_per_epoch": 14, "images_per_epoch": 14 * 48, "steps": 40, "processes": 3}
+    assert {key: facts[key] for key in wanted} == wanted
+    assert facts["lr"] == pytest.approx(0.15)
+
+
+def test_a_dry_run_adds_up_memory() -> None:
+    config: Any = load_config("digits/conv_nano", BARE)
+    task = task_class("classify").facts(config)
+    kept = activation_bytes(task.model, task.forward)
+    assert kept is not None
+
+    def estimate(*keys: str) -> dict[str, Any]:
+        memory: dict[str, Any] = preview(load_config("digits/conv_nano", [*BARE, *keys]))["memory_bytes"]
+        return memory
+
+    weights = 4 * sum(p.numel() for p in task.model.parameters())
+    # Weights, gradients and a moment; two moments and an average more.
+    assert estimate() == {"weights_and_moments": 3 * weights, "activations": kept}
+    more = ("optimizer.name=adamw", "ema.decay=0.9", "data.batch_size=32", "train.precision=bf16")
+    assert estimate(*more) == {"weights_and_moments": 5 * weights, "activations": 16 * kept // 2}
+
+
 def test_train_prints_and_resumes(run: Path, capsys: Any) -> None:
     assert main(["train", "--resume", str(run), "train.max_steps=5", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
@@ -74,6 +110,21 @@ def test_eval(run: Path, capsys: Any) -> None:
     assert "95 % interval" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "average"), [([], True), (["--raw"], False)])
+def test_eval_takes_the_average_or_the_weights_themselves(words: list[str], average: bool, monkeypatch: Any) -> None:
+    from nearsight.train import inference
+
+    asked: list[Any] = []
+
+    def evaluate(path: Path, overrides: Any, **options: Any) -> dict[str, Any]:
+        asked.append((path, overrides, options))
+        return {"accuracy": 0.5, "images": 4}
+
+    monkeypatch.setattr(inference, "evaluate", evaluate)
+    assert main(["eval", "a", "data.root=b", *words]) == 0
+    assert asked == [(Path("a"), ["data.root=b"], {"average": average})]
+
+
 def test_predict(run: Path, tmp_path: Path, capsys: Any) -> None:
     Image.new("L", (20, 13), 90).save(tmp_path / "x.png")
     assert main(["predict", str(run), str(tmp_path / "x.png"), "--top", "3", "--json"]) == 0
@@ -82,6 +133,9 @@ def test_predict(run: Path, tmp_path: Path, capsys: Any) -> None:
     assert len(one["classes"]) == 3
     assert main(["predict", str(run), str(tmp_path / "x.png")]) == 0
     assert "x.png" in capsys.readouterr().out
+    assert main(["predict", str(run), str(tmp_path / "x.png"), "-o", "found"]) == 2
+    wanted = "nearsight predict: -o: got 'found', but a network of task 'classify' draws nothing; leave it out.\n"
+    assert capsys.readouterr() == ("", wanted)
 
 
 def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -118,6 +172,42 @@ def test_a_recipe_that_is_no_text(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.yaml").write_bytes(b"model: \x93\xff")
     assert main(["train", str(tmp_path / "x.yaml")]) == 2
     assert capsys.readouterr().err == f"nearsight train: {tmp_path / 'x.yaml'}: got no text, wanted YAML in UTF-8.\n"
+
+
+def test_a_second_interrupt_gives_its_code(monkeypatch: Any, tmp_path: Path) -> None:
+    from nearsight.train import engine
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "fit", interrupted)
+    assert main(["train", "digits/conv_nano", "--out", str(tmp_path)]) == 130
+
+
+def test_one_process_of_many_tells_the_outcome(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    from nearsight.train import engine
+
+    result = engine.Result(tmp_path, 3, {"accuracy": 0.5}, 0.5, 1.0, 1.0, 9.0, 77)
+    monkeypatch.setattr(engine, "fit", lambda *args, **kwargs: result)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "digits/conv_nano", "--out", str(tmp_path), "--json"]) == 0
+        assert capsys.readouterr().out.count('"parameters": 77') == (rank == "0")
+
+
+def test_a_checkpoint_goes_on_in_its_own_run(monkeypatch: Any, run: Path) -> None:
+    from nearsight.train import engine
+
+    asked: list[Any] = []
+
+    def stopped(config: Any, folder: Path, *, resume: Path, **options: Any) -> None:
+        asked.append((config.train.max_steps, folder, resume))
+        raise engine.Stopped(2, 7, folder, None)
+
+    monkeypatch.setattr(engine, "fit", stopped)
+    path = next((run / "checkpoints").iterdir())
+    assert main(["train", "train.max_steps=9", "--resume", str(path)]) == 130
+    assert asked == [(9, run, path)]
 
 
 def test_a_signal_gives_its_code(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:

@@ -77,6 +77,10 @@ def test_boxes_are_in_the_pixels_of_each_image(model):
         height, width = image.shape[1:]
         want = torch.tensor([0.25 * width, 0.125 * height, 0.75 * width, 0.375 * height])
         torch.testing.assert_close(one["boxes"], want.expand(20, 4))
+    head.bias.data = torch.logit(torch.tensor([0.75, 0.25, 0.75, 0.75]))  # from 3/8 to 9/8, from −1/8 to 5/8
+    (one,) = model(small_set(1)[0])
+    height, width = small_set(1)[0][0].shape[1:]
+    torch.testing.assert_close(one["boxes"], torch.tensor([0.375 * width, 0, width, 0.625 * height]).expand(20, 4))
 
 
 def test_images_without_objects(model):

@@ -193,6 +193,19 @@ def test_weights_of_another_network_are_refused(tmp_path):
         match=r"conv.safetensors: lacks layer1.0.conv2.rel_row and \d+ more, wanted the weights of sasa_resnet_nano; check",
     ):
         create_detector("sasa_retinanet_nano", num_classes=3, backbone_weights=tmp_path / "conv.safetensors")
+    more = {**timm.create_model("resnet_nano", stem="conv").state_dict(), "extra.weight": torch.zeros(1)}
+    save_file(more, tmp_path / "more.safetensors")
+    with pytest.raises(
+        ArgumentValueError, match=r"more.safetensors: has an unknown extra.weight, wanted the weights of"
+    ):
+        create_detector("retinanet_nano", num_classes=3, backbone_weights=tmp_path / "more.safetensors")
+
+
+@pytest.mark.parametrize("name", ["retinanet_nano", "detr_qna_vit_nano"])
+def test_images_are_normalised_as_the_backbone_wants(name):
+    transform = create_detector(name, num_classes=3).transform
+    assert tuple(transform.image_mean) == (0.4914, 0.4822, 0.4465)  # CIFAR's, as all of the nano networks
+    assert tuple(transform.image_std) == (0.247, 0.2435, 0.2616)
 
 
 def test_errors():

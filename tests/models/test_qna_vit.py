@@ -121,6 +121,10 @@ def test_number_of_queries_and_options_reach_the_layers():
     assert (layer.num_queries, layer.tap_scale, layer.position, layer.unit_queries) == (1, "mean", "none", False)
     assert layer.kernel_size == (5, 5)
     assert model.stages[2].downsample.mixer.kernel_size == (5, 5)
+    model = meta(mixer="sasa", sasa_options={"proj": True, "border": "zeros"})
+    layers = [m for m in model.modules() if isinstance(m, LocalAttention2d)]
+    assert len(layers) == 10
+    assert all(m.proj is not None and m.border == "zeros" for m in layers)
 
 
 def test_patch_size_for_small_images():
@@ -214,6 +218,10 @@ def test_norm_formats_and_pruning():
     ("options", "text"),
     [
         ({"mixer": "pool"}, "qna_vit: got mixer='pool', wanted one of 'qna', 'sasa', 'conv', 'dwconv'."),
+        (
+            {"sasa_options": {"proj": True}},
+            "got sasa_options={'proj': True} with mixer='qna', wanted mixer='sasa'; leave",
+        ),
         ({"sa_depths": (0, 0)}, "qna_vit: got sa_depths of 2 stages, wanted 4, as many as qna_depths."),
         ({"mixer": "conv", "qna_window": 4}, "wanted an odd window; use 3, 5 or 7."),
         ({"qna_heads": (7, 16, 32, 64)}, "QnA2d: got out_channels=64 and num_heads=7"),

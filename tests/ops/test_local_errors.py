@@ -45,6 +45,7 @@ MASK = torch.ones(1, 5, 7, dtype=torch.bool)
             "got q of device cpu and v of device meta, wanted the same device",
         ),
         ((Q, Q, Q), {"window": 0}, ArgumentValueError, "got window=0, wanted at least 1 on each axis."),
+        ((Q, Q, Q), {"window": (3, 0)}, ArgumentValueError, "got window=(3, 0), wanted at least 1 on each axis."),
         (
             (Q, Q, Q),
             {"window": (3, 3, 3)},

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nearsight.errors import UserError
-from nearsight.train.config import OptimizerConfig, parse_override, read_yaml, to_yaml
-from nearsight.train.schedule import build_optimizer, build_schedule, scaled_lr
+from nearsight.train.config import OptimizerConfig, given, parse_override, read_yaml, to_yaml
+from nearsight.train.schedule import build_optimizer, build_schedule, learning_rates, scaled_lr
 from nearsight.train.tasks import config_from, load_config
 from nearsight.train.tasks.classify import create_network
 from tests.train.support import SMALL, small
@@ -23,12 +23,24 @@ from tests.train.support import SMALL, small
         ("optimizer.lrr=1", "unknown key optimizer.lrr (the nearest is optimizer.lr)"),
         ("optimiser.lr=1", "unknown key optimiser (the nearest is optimizer)"),
         ("data.weight_decay=1", "unknown key data.weight_decay (the nearest is optimizer.weight_decay)"),
+        ("model.lr=1", "unknown key model.lr (the nearest is optimizer.lr)"),  # not model.drop, which looks more alike
         ("optimizer.lr=fast", "optimizer.lr: got 'fast', wanted a valid number"),
         ("optimizer.lr=0", "optimizer.lr: got 0, wanted greater than 0"),
         ("schedule.name=cosin", "schedule.name: got 'cosin', wanted 'cosine', 'restarts', 'step' or 'constant'"),
         ("schedule.warmup_epochs=20", "schedule.warmup_epochs: got 20, wanted at most schedule.epochs=10"),
         ("schedule.name=restarts", "schedule.restarts: got none"),
-        ("schedule.restarts=[3]", "schedule.restarts: got it with schedule.name=cosine"),
+        ("schedule.restarts=[3]", "schedule.restarts: got it with schedule.name=cosine, wanted schedule.name=restarts"),
+        ("schedule.tail_lr=1e-4", "schedule.tail_lr: got it with schedule.name=cosine, wanted schedule.name=restarts"),
+        ("schedule.milestones=[3]", "schedule.milestones: got it with schedule.name=cosine, wanted schedule.name=step"),
+        (
+            "schedule.name=restarts schedule.restarts=[5,3]",
+            "schedule.restarts: got [5, 3], wanted growing epochs after",
+        ),
+        (
+            "schedule.name=restarts schedule.restarts=[1,3]",
+            "schedule.restarts: got [1, 3], wanted growing epochs after",
+        ),
+        ("schedule.name=step", "schedule.milestones: got none, wanted the epochs of schedule.name=step"),
         ("loss.mixup=0.2 data.batch_size=63", "data.batch_size: got 63 with mixing, wanted an even number"),
         ("model.cuda_graphs=true", "model.cuda_graphs: got true, wanted model.compile=true with it"),
         (
@@ -98,6 +110,16 @@ def test_an_optimisers_own_options() -> None:
         build_optimizer(model, OptimizerConfig(name="sgd", options={"fallback_lr_scale": 0.2}), 1)
 
 
+def test_only_null_takes_an_option_back() -> None:
+    assert given({"a": None, "b": 0, "c": False, "d": ""}) == {"b": 0, "c": False, "d": ""}
+
+
+def test_dropout_and_stochastic_depth_reach_the_network() -> None:
+    model: Any = create_network(small(model={"drop": 0.3, "drop_path": 0.2}).model, num_classes=2, in_chans=1)
+    assert model.drop_rate == 0.3
+    assert max(m.drop_prob for m in model.modules() if type(m).__name__ == "DropPath") == pytest.approx(0.2)
+
+
 def test_bad_model_and_optimiser_names() -> None:
     config = small(model={"name": "sasa_resnet5O", "drop_path": None})
     with pytest.raises(
@@ -148,6 +170,66 @@ def test_learning_rate_scales_with_the_batch() -> None:
     assert scaled_lr(OptimizerConfig(lr=1.6), 1024) == 1.6
 
 
+def cosine(low: float, high: float, start: int, end: int) -> Any:
+    return lambda t: low + (high - low) * (1 + math.cos(math.pi * (t - start) / (end - start))) / 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        (
+            {"epochs": 4, "warmup_epochs": 1.5, "warmup_lr": 0.02, "min_lr": 0.01},
+            {15: lambda t: 0.02 + 0.18 * t / 15, 40: cosine(0.01, 0.2, 15, 40)},
+        ),
+        (
+            {
+                "name": "restarts",
+                "epochs": 6,
+                "warmup_epochs": 1,
+                "warmup_lr": 0.02,
+                "min_lr": 0.01,
+                "restarts": [3, 5],
+            },
+            {
+                10: lambda t: 0.02 + 0.18 * t / 10,
+                30: cosine(0.01, 0.2, 10, 30),
+                50: cosine(0.01, 0.2, 30, 50),
+                60: cosine(0.01, 0.2, 50, 60),
+            },
+        ),
+        (
+            {"name": "restarts", "epochs": 4, "restarts": [2], "tail_lr": 0.003},
+            {20: cosine(0.0, 0.2, 0, 20), 40: lambda t: 0.003},
+        ),
+        (
+            {"name": "step", "epochs": 5, "warmup_epochs": 0.5, "milestones": [2, 3], "gamma": 0.3},
+            {5: lambda t: 0.2 * t / 5, 20: lambda t: 0.2, 30: lambda t: 0.06, 50: lambda t: 0.018},
+        ),
+        ({"name": "constant", "epochs": 2}, {20: lambda t: 0.2}),
+    ],
+    ids=["cosine", "restarts", "tail", "step", "constant"],
+)
+def test_every_step_has_its_rate(keys: dict[str, Any], parts: dict[int, Any]) -> None:
+    """Ten steps an epoch; up to which step (not with it) which formula holds."""
+    total = max(parts)
+    got = learning_rates(small(optimizer={"lr": 0.2}, schedule=keys), 64, 10, points=total)
+    wanted = [next(rate(t) for end, rate in parts.items() if t < end) for t in range(total)]
+    assert [step for step, _ in got] == list(range(total))
+    assert [lr for _, lr in got] == pytest.approx(wanted)
+
+
+def test_momentum_and_layer_decay_reach_the_optimiser() -> None:
+    model = create_network(small().model, num_classes=2, in_chans=1)
+    keys = {"momentum": 0.7, "layer_decay": 0.5, "lr_scale": {"fc.*": 3.0}}
+    optimizer = build_optimizer(model, OptimizerConfig.model_validate(keys), 64)
+    names = {id(p): n for n, p in model.named_parameters()}
+    scales = {names[id(p)]: group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.7}
+    assert (scales["fc.weight"], scales["fc.bias"]) == (3.0, 3.0)
+    assert scales["conv1.0.weight"] < scales["layer1.0.conv1.weight"] < scales["layer4.0.conv1.weight"] < 1.0
+    assert all(math.log2(scale).is_integer() for name, scale in scales.items() if not name.startswith("fc."))
+
+
 def test_weight_decay_reaches_biases_only_when_asked() -> None:
     model = create_network(small().model, num_classes=2, in_chans=1)
     shares = []
@@ -178,6 +260,8 @@ def test_learning_rates_by_name_follow_the_schedule() -> None:
     assert sorted(seen) == sorted([*names.values()] * 2)
     with pytest.raises(UserError, match=r"optimizer\.lr_scale: 'con1\*' matches no parameter; one is conv1"):
         build_optimizer(model, OptimizerConfig(lr_scale={"con1*": 2.0}), 64)
+    with pytest.raises(UserError, match=r"optimizer\.lr_scale: 'fc' matches no parameter; one is fc\.\w+\.$"):
+        build_optimizer(model, OptimizerConfig(lr_scale={"fc": 2.0}), 64)  # the whole name counts
     # A pattern that a recipe brought along and that this network has nothing for.
     (group, *others) = build_optimizer(model, OptimizerConfig(lr_scale={"con1*": None}), 64).param_groups
     assert "lr_scale" not in group

@@ -13,10 +13,11 @@ from PIL import Image
 
 from nearsight.errors import UserError
 from nearsight.train.data.batches import Where
-from nearsight.train.data.boxes import Objects
+from nearsight.train.data.boxes import AnnotatedImages, Objects
 from nearsight.train.data.detection import (
     DetectionBatches,
     DetectionDataConfig,
+    KeptImages,
     TrainTransform,
     eval_resize,
     open_detection,
@@ -79,6 +80,25 @@ def test_the_usual_names_are_found(coco: Path) -> None:
     assert (len(source.train), len(source.evaluation)) == (5, 3)
     assert [note.partition(":")[0] for note in notes] == ["train2017", "val2017"]
     assert source.train.read(0)[0].size == TRAIN[0].image.size
+
+
+def test_two_years_of_a_split_are_not_guessed_between(coco: Path) -> None:
+    file = coco / "annotations" / "instances_train.json"
+    for year in ("2014", "2017"):
+        (coco / "annotations" / f"instances_train{year}.json").write_text(file.read_text())
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no split train \(it has train2014, train2017, val\)"):
+        opened(settings(coco))
+    assert len(opened(settings(coco, train_split="train2014"))[0].train) == 5
+
+
+def test_classes_come_in_the_order_of_their_ids(coco: Path) -> None:
+    for name, scenes in (("train", TRAIN), ("val", VAL)):
+        keys = coco_keys(scenes, ids=(8, 3, 7))
+        (coco / "annotations" / f"instances_{name}.json").write_text(json.dumps(keys))
+    source, _ = opened(settings(coco))
+    assert source.classes == [CLASSES[1], CLASSES[2], CLASSES[0]]
+    assert source.train.objects_of(1).labels.tolist() == [{0: 2, 1: 0, 2: 1}[label] for label in TRAIN[1].labels]
 
 
 def test_annotations_beside_the_images(coco: Path) -> None:
@@ -327,6 +347,18 @@ def test_boxes_follow_their_pixels(sides: Any, augment: Any, largest: int) -> No
     assert lost == 0 or "crop" in augment
 
 
+def test_colours_change_when_told() -> None:
+    pixels, objects = marked(30, 40, (5, 6, 20, 25))
+    grey = pixels // 2 + 20
+    for strength in (0.0, 0.9):
+        data = DetectionDataConfig.model_validate(
+            {"source": "coco:x", "long_side": 40, "augment": {"color_jitter": strength}}
+        )
+        images = [TrainTransform(data)(grey, objects)[0] for _ in range(2)]
+        assert torch.equal(images[0], grey) == (strength == 0)
+        assert torch.equal(images[0], images[1]) == (strength == 0)
+
+
 def test_the_evaluations_size() -> None:
     for sides, rows, columns, wanted in (
         ({"long_side": 64}, 30, 100, (19, 64)),
@@ -394,6 +426,16 @@ def test_batches_depend_on_seed_epoch_and_position_alone(coco: Path) -> None:
     (whole,) = epoch(coco, batch_size=4)
     parts = [epoch(coco, batch_size=2, where=Where(CPU.device, rank, 2))[0] for rank in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(whole.images, parts[0].images + parts[1].images, strict=True))
+
+
+def test_images_stay_on_disk_where_they_are_too_many(coco: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = settings(coco)
+    split = opened(data)[0].train
+    pixels = 3 * sum(one.image.width * one.image.height for one in TRAIN)
+    for room, wanted in ((pixels, KeptImages), (pixels - 1, AnnotatedImages)):
+        monkeypatch.setattr("nearsight.train.data.detection.ON_DEVICE_BYTES", room)
+        batches: Any = DetectionBatches(split, data, CPU, seed=0, training=True)
+        assert type(batches.loader.dataset.split) is wanted
 
 
 def test_evaluation_sees_every_image_once(coco: Path) -> None:

@@ -13,8 +13,8 @@ from nearsight.ops import native_support
 from nearsight.train import checkpoints
 from nearsight.train.inference import evaluate
 from nearsight.train.log import read_log
+from tests.train.data.support import shards
 from tests.train.support import processes, sharded, small, train
-from tests.train.test_data import shards
 
 # Without BatchNorm, drop path and mixing, the two runs differ by the order of additions alone.
 SAME: dict[str, Any] = {
@@ -73,6 +73,9 @@ def test_two_processes_resume_exactly(tmp_path: Path) -> None:
     for name in ("model", "optimizer", "random"):
         file = f"{checkpoints.FOLDER}/step-00000005/{name}.safetensors"
         assert (broken / file).read_bytes() == (whole / file).read_bytes(), name
+    drawn = checkpoints.open_checkpoint(checkpoints.listed(whole)[-1]).tensors("random")
+    for name in ("torch", "numpy", "python"):  # each process its own dropout and mixing
+        assert not torch.equal(drawn[f"0.{name}"], drawn[f"1.{name}"]), name
 
 
 def test_a_sharded_network_is_saved_whole_and_resumed(tmp_path: Path) -> None:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import os
+import random
 import re
 import shutil
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nearsight.errors import UserError
-from nearsight.train import checkpoints
+from nearsight.train import checkpoints, engine, state
+from nearsight.train.config import OptimizerConfig
+from nearsight.train.data.batches import Where
 from nearsight.train.engine import Trainer, fit
 from nearsight.train.log import Reporter, read_log
 from nearsight.train.replay import ReplayedUpdate
+from nearsight.train.schedule import build_optimizer
 from tests.train.support import small
 
+DONE = SimpleNamespace(close=lambda: None)
 PLAIN: dict[str, Any] = {
     "data": {"augment": {"crop": "none", "cutout": 0, "erase": 0}},
     "loss": {"label_smoothing": 0.0, "mixup": 0.0},
@@ -58,9 +67,113 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert summary["metrics"] == pytest.approx(result.metrics)
     assert summary["step"] == 8
     assert any((run / "tensorboard").iterdir())
-    state = checkpoints.load_checkpoint(result.checkpoint or "").state
-    assert state["score"] == result.metrics["ema_accuracy"]
+    saved = checkpoints.load_checkpoint(result.checkpoint or "").state
+    assert saved["score"] == result.metrics["ema_accuracy"]
     assert {p.suffix for p in (result.checkpoint or run).iterdir()} == {".safetensors", ".json"}
+    # It was deterministic; whoever called it is not.
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_rates_evaluations_and_checkpoints_come_when_due(tmp_path: Path) -> None:
+    """Two steps an epoch, five epochs, and the last one whatever is due."""
+    config = small(
+        data={"batch_size": 640},
+        ema={"decay": None},
+        schedule={"epochs": 5},
+        train={"max_steps": 99, "eval_every": 2},
+        checkpoint={"every_steps": None, "every_epochs": 3, "keep": 9},
+        log={"every": 1},
+    )
+    seen: list[float] = []
+    result = fit(config, tmp_path, quiet=True, on_step=lambda t: seen.append(t.inner.param_groups[0]["lr"]))
+    assert result.step == 10
+    rows = read_log(tmp_path)
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [4, 8, 10]
+    assert [checkpoints.open_checkpoint(p).step for p in checkpoints.listed(tmp_path)] == [6, 10]
+    # What stands after a step is the rate of the next one.
+    wanted = [3e-3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(1, 11)]
+    assert seen == pytest.approx(wanted)
+    assert [row["lr"] for row in rows if row["kind"] == "train"] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(("averaged", "larger", "score"), [(True, True, 0.7), (False, True, 0.4), (False, False, -0.4)])
+def test_the_best_is_the_largest_or_the_smallest_of_the_metric(averaged: bool, larger: bool, score: float) -> None:
+    trainer: Any = SimpleNamespace(
+        ema=object() if averaged else None, task=SimpleNamespace(metric="m", larger_is_better=larger)
+    )
+    assert Trainer._score(trainer, {"m": 0.4, "ema_m": 0.7}) == score
+
+
+def test_what_is_logged_is_the_mean_of_the_steps_since() -> None:
+    trainer: Any = SimpleNamespace(where=Where(torch.device("cpu")))
+    steps = [{"loss": torch.tensor(loss), "accuracy": torch.tensor(1 / loss)} for loss in (1.0, 4.0)]
+    assert Trainer._means(trainer, steps) == {"loss": 2.5, "accuracy": 0.625}
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_not_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, score in ((1, 0.9), (2, 0.1)):
+        checkpoints.write(tmp_path, {"step": step, "score": score}, {"model": {"a": torch.ones(1)}})
+    asked: list[Path] = []
+
+    def trainer(config: Any, run: Path, *, resume: Path, **options: Any) -> Any:
+        asked.append(resume)
+        return SimpleNamespace(fit=lambda: None)
+
+    monkeypatch.setattr(engine, "Trainer", trainer)
+    fit(small(), tmp_path, resume=tmp_path)
+    assert asked == [checkpoints.listed(tmp_path)[1]]
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    trainer: Any = SimpleNamespace(signal=None)
+    before = signal.getsignal(signal.SIGTERM)
+    with Trainer._signals(trainer):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert trainer.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_batchnorms_of_several_processes_are_joined_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "Where", lambda device, rank, world: Where(device, 0, 2))
+    for wanted in (False, True):
+        trainer = Trainer(small(model={"sync_bn": wanted}), tmp_path / str(wanted), quiet=True)
+        trainer.report.close()
+        joined = [
+            isinstance(m, torch.nn.SyncBatchNorm) for m in trainer.bare.modules() if "BatchNorm" in type(m).__name__
+        ]
+        assert joined
+        assert set(joined) == {wanted}
+    monkeypatch.setattr(
+        engine, "Accelerator", lambda **keys: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    )
+    with pytest.raises(
+        UserError, match=r"^model\.sync_bn: got true on CPUs, where torch cannot join BatchNorms; wanted f"
+    ):
+        engine.make_accelerator(small(model={"sync_bn": True}))
+    engine.make_accelerator(small())
+
+
+def test_an_optimiser_comes_back_with_its_own_settings_and_memory() -> None:
+    """Moments lie as their weights do, which a fused step needs; a group's settings are the config's."""
+
+    def build(momentum: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Conv2d(3, 4, (2, 3)).to(memory_format=torch.channels_last)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    model, optimizer = build(0.9)
+    model(torch.randn(2, 3, 4, 5)).sum().backward()
+    optimizer.step()
+    tensors, values = state.optimizer_state(model, optimizer)
+    plain_moments = {name: tensor.contiguous() for name, tensor in tensors.items()}  # as a file has them
+    other, loaded = build(0.5)
+    state.load_optimizer(other, loaded, plain_moments, values)
+    assert loaded.param_groups[0]["momentum"] == 0.5
+    for parameter, before in zip(other.parameters(), model.parameters(), strict=True):
+        moment = loaded.state[parameter]["momentum_buffer"]
+        assert moment.stride() == parameter.stride()
+        assert torch.equal(moment, optimizer.state[before]["momentum_buffer"])
 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
@@ -101,16 +214,22 @@ def test_the_average_follows_the_weights(tmp_path: Path) -> None:
     for name, tensor in weights(tmp_path / "a").items():
         torch.testing.assert_close(weights(tmp_path / "a", "ema")[name], tensor)
     trail: list[dict[str, torch.Tensor]] = []
+
+    def follow(trainer: Trainer) -> None:
+        trail.append({n: p.detach().clone() for n, p in trainer.bare.named_parameters()})
+
     config = small(train={"max_steps": 2}, ema={"decay": 0.75, "buffers": False}, log={"every": 1})
-    fit(
-        config,
-        tmp_path / "b",
-        quiet=True,
-        on_step=lambda t: trail.append({n: p.detach().clone() for n, p in t.bare.named_parameters()}),
-    )
+    fit(config, tmp_path / "b", quiet=True, on_step=follow)
     averaged = weights(tmp_path / "b", "ema")
     for name in trail[0]:
         torch.testing.assert_close(averaged[name], 0.75 * trail[0][name] + 0.25 * trail[1][name])
+    trail.clear()
+    warm = small(train={"max_steps": 2}, ema={"decay": 0.75, "warmup": True}, log={"every": 1})
+    fit(warm, tmp_path / "c", quiet=True, on_step=follow)
+    share = 1 - 2 ** (-2 / 3)  # timm's, at the second step
+    for name in trail[0]:
+        wanted = share * trail[0][name] + (1 - share) * trail[1][name]
+        torch.testing.assert_close(weights(tmp_path / "c", "ema")[name], wanted)
     buffers = {n: t for n, t in weights(tmp_path / "b").items() if n not in trail[0]}
     assert buffers
     for name, tensor in buffers.items():
@@ -174,6 +293,9 @@ def test_bad_steps_are_skipped_when_told_so(tmp_path: Path) -> None:
     assert all(torch.isfinite(t).all() for t in weights(tmp_path / "a").values())
     with pytest.raises(UserError, match=r"the loss is not finite at step 7; .* after 2 skipped ones"):
         fit(small(train={"bad_steps": 2}), tmp_path / "b", quiet=True, on_step=poison({3, 5, 7}))
+    # It goes on from step 6, with what was skipped by then.
+    with pytest.raises(UserError, match=r"the loss is not finite at step 8; .* after 2 skipped ones"):
+        fit(small(train={"bad_steps": 2}), tmp_path / "b", resume=tmp_path / "b", quiet=True, on_step=poison({8}))
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +331,14 @@ def test_a_disk_too_full_for_the_log_ends_it_likewise(tmp_path: Path, monkeypatc
     monkeypatch.setattr(trainer.report, "file", SimpleNamespace(close=full, write=print, flush=print))
     with pytest.raises(UserError, match=r"cannot write into .*: the disk is full; the last good .* is .*step-00000003"):
         trainer.fit()
+
+
+def test_tensorboard_keeps_the_point_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets the points from a step on: of a resumed run those after its checkpoint."""
+    asked: list[Any] = []
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda folder, **keys: asked.append(keys) or DONE)
+    Reporter(tmp_path, leader=True, total=9, start=4, tensorboard=True, quiet=True).close()
+    assert asked == [{"purge_step": 5}]
 
 
 def test_tensorboards_thread_keeps_quiet_about_a_full_disk(tmp_path: Path, capsys: Any) -> None:
@@ -297,6 +427,52 @@ def test_settings_of_the_optimiser_follow_the_config_on_resume(tmp_path: Path) -
     assert trainer.fit().step == 8
 
 
+def test_plain_numbers_of_an_optimiser_come_back() -> None:
+    """Adafactor counts its steps in a number, not in a tensor; the first step after a resumption depends on it."""
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 2)
+        return model, build_optimizer(model, OptimizerConfig(name="adafactor", lr=0.01), 1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        model(torch.full((1, 3), 1.0 + number)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    for number in range(3):
+        step(model, optimizer, number)
+    tensors, values = state.optimizer_state(model, optimizer)
+    other, loaded = build()
+    state.load_optimizer(other, loaded, {name: tensor.clone() for name, tensor in tensors.items()}, values)
+    other.load_state_dict(model.state_dict())
+    for each in ((model, optimizer), (other, loaded)):
+        step(*each, 3)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_come_back_whatever_the_optimiser_does_to_them(tmp_path: Path) -> None:
+    """torch loads an optimiser's state by a step of size 0, which MADGRAD rounds."""
+    config = small(optimizer={"name": "madgradw"}, train={"max_steps": 2}, ema={"decay": None})
+    fit(config, tmp_path, quiet=True)
+    trainer = Trainer(config, tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True)
+    trainer.report.close()
+    for name, tensor in weights(tmp_path).items():
+        assert torch.equal(trainer.bare.state_dict()[name], tensor), name
+
+
+def test_all_generators_come_back() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), random.gauss(), np.random.rand(), np.random.randn(), float(torch.rand(()))]
+
+    drawn()  # one gaussian of each pair is kept for the next call
+    saved = state.random_state(torch.device("cpu"))
+    wanted = [drawn(), drawn()]
+    state.load_random(saved, torch.device("cpu"))
+    assert [drawn(), drawn()] == wanted
+
+
 def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:
     fit(small(train={"max_steps": 1}), tmp_path, quiet=True)
     for name in ("momentum", "lion", "adopt"):
@@ -327,6 +503,9 @@ def test_resume_with_another_batch_keeps_the_share_of_the_epoch(tmp_path: Path) 
     fit(small(train={"max_steps": 4}), tmp_path, quiet=True)
     trainer = Trainer(small(data={"batch_size": 128}), tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True)
     assert (trainer.place.step, trainer.place.in_epoch) == (2, 2)
+    # The rate of step 2 of 10, not what step 4 of 21 left in the optimiser.
+    wanted = 3e-3 * (1 + math.cos(math.pi * 2 / 10)) / 2
+    assert [group["lr"] for group in trainer.inner.param_groups] == pytest.approx([wanted] * 2)
     trainer.report.close()
 
 

@@ -23,7 +23,8 @@ from tests.train.support import small
 def run(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("run")
     options = {"name": "sasa_resnet_nano", "drop_path": None, "options": {"stages": "ccca"}}
-    result = fit(small(model=options, train={"max_steps": 6}), folder, quiet=True)
+    data = {"crop_pct": 0.9, "interpolation": "bicubic"}
+    result = fit(small(model=options, data=data, train={"max_steps": 6}), folder, quiet=True)
     return folder, result
 
 
@@ -63,6 +64,11 @@ def test_predictions_are_the_networks(run: Any, tmp_path: Path) -> None:
         assert one.labels == [str(int(i)) for i in row.topk(4).indices]
         assert one.probabilities == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
     assert len(predict(network, files[:1], top=99)[0].labels) == 10
+    many = files * 43  # two parts of 64, and a rest
+    again = [found[i % 3]._replace(labels=found[i % 3].labels[:1]) for i in range(129)]
+    assert [(one.file, one.labels) for one in predict(network, many, top=1)] == [
+        (one.file, one.labels) for one in again
+    ]
     with pytest.raises(UserError, match="no image file"):
         predict(network, [tmp_path / "gone.png"])
     files[0].write_text("no image")
@@ -109,4 +115,5 @@ def test_hub_round_trip(run: Any, tmp_path: Path) -> None:
     settings = timm.data.resolve_model_data_config(back)
     assert list(settings["input_size"]) == [1, 8, 8]
     assert list(settings["mean"]) == pytest.approx([0.305])
+    assert (settings["crop_pct"], settings["interpolation"]) == (0.9, "bicubic")
     assert back.pretrained_cfg["label_names"] == [str(n) for n in range(10)]

@@ -117,6 +117,14 @@ def test_l1_falls_five_times_on_larger_crops(tmp_path: Path) -> None:
 # ── What it measures ──
 
 
+def test_only_the_first_images_are_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearsight.train.tasks.reconstruct.SHOWN", 3)
+    task: Any = build_task(config(folder, data={"batch_size": 2}), CPU, print)
+    for _ in range(2):
+        assert task.evaluate(task.model)["images"] == 7
+        assert len(task.shown) == 3
+
+
 def test_loss_is_the_mean_error_of_pixels_in_0_to_1(folder: Path) -> None:
     task: Any = build_task(config(folder, data={"mean": [0.4, 0.5, 0.6], "std": [0.1, 0.2, 0.5]}), CPU, print)
     batch = next(iter(task.train.epoch(0)))
@@ -282,6 +290,31 @@ def test_networks_beside_each_other(run: tuple[Path, Any], folder: Path, tmp_pat
     assert "qna qna L1" in capsys.readouterr().out
     again = load_network(run[0])
     assert list(compare([again, again], [folder / "val" / "3.png"]).rebuilt) == ["qna qna one"]
+    other = again._replace(checkpoint=again.checkpoint._replace(path=tmp_path / "b" / "one" / "checkpoints" / "step-1"))
+    # Runs of one name in different folders: neither takes the other's place.
+    assert list(compare([again, other], [folder / "val" / "3.png"]).rebuilt) == [
+        f"qna qna {network.checkpoint.path}" for network in (again, other)
+    ]
+
+
+def test_each_network_sees_the_images_in_its_own_units(run: tuple[Path, Any], folder: Path) -> None:
+    seen = []
+
+    class Same(torch.nn.Module):
+        encoder_kind = decoder_kind = "none"
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(images)
+            return images
+
+    first = load_network(run[0])
+    facts = {**first.card["input"], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    state = {**first.checkpoint.state, "card": {**first.card, "input": facts}}
+    other = first._replace(model=Same(), checkpoint=first.checkpoint._replace(state=state))
+    found = compare([first, other], [folder / "val" / "3.png"])
+    mean, std = (torch.tensor(facts[key]).view(3, 1, 1) for key in ("mean", "std"))
+    torch.testing.assert_close(seen[0] * std + mean, found.images)
+    torch.testing.assert_close([*found.rebuilt.values()][-1], found.images)
 
 
 # ── Mistakes ──
@@ -291,6 +324,7 @@ def test_networks_beside_each_other(run: tuple[Path, Any], folder: Path, tmp_pat
     ("sections", "text"),
     [
         ({"data": {"image_size": 40}}, r"^data\.image_size: got 40, wanted a multiple of 32, .*; the nearest is 32\.$"),
+        ({"data": {"image_size": 50}}, r"^data\.image_size: got 50, wanted a multiple of 32, .*; the nearest is 64\.$"),
         ({"model": {"name": "test_resnet", "options": {"widths": None}}}, r"^model\.name: test_resnet gives no images"),
         ({"model": {"options": {"encoder": "max"}}}, r"got encoder='max', wanted one of 'qna', 'conv', 'pool'"),
         ({"model": {"drop_path": 0.1}}, r"^model: qna_autoencoder cannot be built with"),
@@ -299,6 +333,19 @@ def test_networks_beside_each_other(run: tuple[Path, Any], folder: Path, tmp_pat
 def test_wrong_keys_are_one_sentence(folder: Path, sections: Any, text: str) -> None:
     with pytest.raises(Exception, match=text):
         build_task(config(folder, **sections), CPU, print)
+
+
+def test_evaluation_wants_the_same_task(run: tuple[Path, Any], folder: Path) -> None:
+    classes = folder.parent / "classes"
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (classes / split / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(classes / split / name / "x.png")
+    keys = ["task=classify", f"data.source=folder:{classes}"]
+    with pytest.raises(
+        UserError, match=r"got a checkpoint of task 'reconstruct' with task=classify, wanted the same\.$"
+    ):
+        evaluate(run[0], keys, device="cpu")
 
 
 def test_networks_of_other_sizes_are_not_compared(run: tuple[Path, Any], folder: Path, tmp_path: Path) -> None:

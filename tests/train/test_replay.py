@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,85 @@ def test_what_cannot_be_captured_is_launched_and_said_once() -> None:
     torch.testing.assert_close(weight.detach(), -0.5 * (LAUNCHED + 3) * torch.tensor([0.6, 0.8]))
     (sentence,) = told
     assert sentence.startswith("the optimiser's step is launched, not replayed: ")
+
+
+def test_a_capture_that_fails_gives_the_gradients_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    told: list[str] = []
+    update = ReplayedUpdate(Watched([weight], lr=0.5), None, told.append)
+    for _ in range(LAUNCHED + 1):
+        weight.grad = torch.tensor([3.0, 4.0])
+        update()
+    torch.testing.assert_close(weight.detach(), -0.5 * (LAUNCHED + 1) * torch.tensor([3.0, 4.0]))
+    assert told == ["the optimiser's step is launched, not replayed: not today"]
+
+
+def stand_in_for_graphs(update: ReplayedUpdate, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs without a GPU: nothing runs while one is captured; a replay steps with what lies in the fixed places.
+
+    Gives the list of what was launched and replayed.
+    """
+    ran: list[str] = []
+    step = update._update
+
+    class Graph:
+        def replay(self) -> None:
+            ran.append("replayed")
+            given = [p.grad for p in update.trained]
+            for parameter, gradient in zip(update.trained, update.gradients, strict=True):
+                parameter.grad = gradient
+            with update._stepping_at([float(rate) for rate in update.rates]):
+                step()
+            for parameter, before in zip(update.trained, given, strict=True):
+                parameter.grad = before
+
+    @contextmanager
+    def capture(graph: Graph, **options: Any) -> Iterator[None]:
+        monkeypatch.setattr(update, "_update", lambda: None)
+        yield
+        monkeypatch.setattr(update, "_update", launch)
+
+    def launch() -> None:
+        ran.append("launched")
+        step()
+
+    monkeypatch.setattr(update, "_update", launch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return ran
+
+
+def test_a_replay_steps_with_the_gradients_and_rates_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups with rates of their own; at one step another parameter has no gradient, which no graph has seen."""
+
+    def build() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+        groups = [{"params": weights[:1], "lr": 1.0}, {"params": weights[1:], "lr": 1.0}]
+        return weights, torch.optim.SGD(groups, momentum=0.5)
+
+    (ours, optimizer), (theirs, plain) = build(), build()
+    update = ReplayedUpdate(optimizer, 1.0, pytest.fail)
+    ran = stand_in_for_graphs(update, monkeypatch)
+    steps = LAUNCHED + 4
+    for number in range(steps):
+        for weights, one in ((ours, optimizer), (theirs, plain)):
+            for scale, (weight, group) in enumerate(zip(weights, one.param_groups, strict=True), 1):
+                weight.grad = torch.arange(1.0, 1 + len(weight)) * (number - 2) * scale
+                group["lr"] = 0.1 * scale / (1 + number)
+            if number == steps - 2:
+                weights[1].grad = None
+        update()
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        plain.step()
+        for weight, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(weight, wanted)
+    assert ran == ["launched"] * LAUNCHED + ["replayed", "replayed", "launched", "replayed"]
 
 
 def test_which_optimisers_suit() -> None:

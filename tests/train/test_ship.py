@@ -48,6 +48,9 @@ def test_the_card_says_what_was_measured(shipped: Path) -> None:
     assert "Limits: " in card
     again = evaluate(shipped)
     assert again["accuracy"] == state["metrics"]["accuracy"]
+    # Of the float16 weights, not of those they were rounded from.
+    assert again["loss"] == state["metrics"]["loss"]
+    assert again["loss"] != evaluate(shipped.parent.parent / "run")["loss"]
     assert "secret" not in (shipped / "state.json").read_text()
 
 

@@ -173,6 +173,10 @@ def test_uploads_become_upright_rgb(tmp_path):
     assert turned.image.size == (20, 40)
     clear = open_upload(save(Image.new("RGBA", (3, 2), (255, 0, 0, 0)), tmp_path / "clear.png"))
     assert clear.image.getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (3, 2), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    keyed = open_upload(save(palette, tmp_path / "keyed.png", transparency=1))
+    assert keyed.image.getpixel((0, 0)) == (255, 255, 255)
     deep = Image.fromarray(np.linspace(0, 60000, 8, dtype=np.uint16).reshape(2, 4))
     grey = np.asarray(open_upload(save(deep, tmp_path / "deep.png")).image)[..., 0]
     assert (grey[0, 0], grey[1, 3]) == (0, 255)

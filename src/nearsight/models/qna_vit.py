@@ -7,7 +7,7 @@ Tables 2–4: `qna_depths`, `sa_depths`, `qna_heads`, `sa_heads`, `sa_window`, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -164,6 +164,7 @@ class QnAViT(nn.Module):
         qna_window, sa_window: their windows, one number or one per stage.
         num_queries, tap_scale, qna_position, unit_queries: options of `QnA2d`.
         mixer: what the QnA blocks mix with: "qna", "sasa" (local attention), "conv" (k×k) or "dwconv" (depthwise, then 1×1).
+        sasa_options: with mixer="sasa", more options of `LocalAttention2d`, as {"proj": True, "per_head_position": True}.
         mlp_ratio: width of the MLPs.
 
     >>> import timm, torch, nearsight
@@ -189,12 +190,17 @@ class QnAViT(nn.Module):
         qna_position: str = "relative",
         unit_queries: bool = True,
         mixer: str = "qna",
+        sasa_options: Mapping[str, Any] | None = None,
         mlp_ratio: float = 4.0,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
         check_choice(NAME, "mixer", mixer, MIXERS)
+        if sasa_options and mixer != "sasa":
+            raise ArgumentValueError(
+                f"{NAME}: got sasa_options={dict(sasa_options)!r} with mixer={mixer!r}, wanted mixer='sasa'; leave them out."
+            )
         stages = len(qna_depths)
         per_stage = {
             "qna_depths": list(qna_depths),
@@ -227,7 +233,7 @@ class QnAViT(nn.Module):
                     unit_queries=unit_queries,
                 )
             if mixer == "sasa":
-                return LocalAttention2d(dim, out_dim, window, stride=stride, num_heads=heads)
+                return LocalAttention2d(dim, out_dim, window, stride=stride, num_heads=heads, **(sasa_options or {}))
             return ConvMixer2d(dim, out_dim, window, stride, depthwise=mixer == "dwconv")
 
         total = sum(qna_depths) + sum(sa_depths) + stages - 1

@@ -152,10 +152,12 @@ class RunConfig(Section):
                     f"schedule.restarts: got {schedule.restarts}, wanted growing epochs after the warm-up of "
                     f"{schedule.warmup_epochs:g}"
                 )
-        elif schedule.restarts or schedule.tail_lr is not None:
-            found.append(f"schedule.restarts: got it with schedule.name={schedule.name}, wanted schedule.name=restarts")
         if schedule.name == "step" and not schedule.milestones:
             found.append("schedule.milestones: got none, wanted the epochs of schedule.name=step")
+        # Another schedule would leave them out without a word.
+        for key, name in (("restarts", "restarts"), ("tail_lr", "restarts"), ("milestones", "step")):
+            if schedule.name != name and getattr(schedule, key):
+                found.append(f"schedule.{key}: got it with schedule.name={schedule.name}, wanted schedule.name={name}")
         if self.model.cuda_graphs and not self.model.compile:
             found.append("model.cuda_graphs: got true, wanted model.compile=true with it")
         if self.model.cuda_graphs and self.train.accumulate > 1:

@@ -84,7 +84,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if config.train.precision == "fp16" and (config.train.device == "cpu" or not torch.accelerator.is_available()):
         raise UserError("train.precision: got fp16 on a CPU, wanted bf16 or fp32; half precision needs a GPU.")
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision="no" if config.train.precision == "fp32" else config.train.precision,
             cpu=config.train.device == "cpu",
             step_scheduler_with_optimizer=False,
@@ -95,6 +95,9 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         )
     except ValueError as error:
         raise UserError(f"train.precision: {config.train.precision!r} cannot run here ({error}).") from error
+    if config.model.sync_bn and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        raise UserError("model.sync_bn: got true on CPUs, where torch cannot join BatchNorms; wanted false, or GPUs.")
+    return accelerator
 
 
 @contextlib.contextmanager
@@ -289,8 +292,8 @@ class Trainer:
         checkpoint.want("task", "config", "optimizer", "scaler", *NUMBERS)
         if saved["task"] != self.config.task:
             raise UserError(f"{source} is of task {saved['task']!r}, wanted {self.config.task!r}.")
-        state.load_model(self.model, checkpoint.tensors("model"), source)
-        moments = checkpoint.tensors("optimizer")
+        weights, moments = checkpoint.tensors("model"), checkpoint.tensors("optimizer")
+        state.load_model(self.model, weights, source)
         try:
             state.load_optimizer(self.model, self.inner, moments, saved["optimizer"], self.config.optimizer.options)
         except (KeyError, ValueError, RuntimeError) as error:
@@ -299,6 +302,8 @@ class Trainer:
                 f"{source} holds what optimizer.name={before} had gathered, which {self.config.optimizer.name} with these "
                 f"options has no place for ({error}); resume with the options it was trained with."
             ) from error
+        # Once more: torch makes an optimiser's state by a step of size 0, which need not leave every weight as it is.
+        state.load_model(self.model, weights, source)
         if self.ema is not None:
             if not checkpoint.has("ema"):
                 raise UserError(f"{source} has no moving average; resume with ema.decay=null.")

@@ -148,8 +148,9 @@ def build_schedule(
         return CosineLRScheduler(
             optimizer, t_initial=max(1, total - warmup), lr_min=config.min_lr, warmup_prefix=True, **warm
         )
-    milestones = [m * steps_per_epoch for m in config.milestones] if config.name == "step" else []
-    return MultiStepLRScheduler(optimizer, decay_t=milestones, decay_rate=config.gamma, **warm)
+    # timm multiplies one step before each, and would count from the end of the warm-up.
+    milestones = [m * steps_per_epoch + 1 for m in config.milestones] if config.name == "step" else []
+    return MultiStepLRScheduler(optimizer, decay_t=milestones, decay_rate=config.gamma, warmup_prefix=False, **warm)
 
 
 def learning_rates(config: RunConfig, batch: int, steps_per_epoch: int, points: int = 60) -> list[tuple[int, float]]:

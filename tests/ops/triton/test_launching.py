@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import inspect
 import re
 import types
 import weakref
@@ -255,13 +256,49 @@ def test_what_a_class_is():
     assert plain == key(torch.ones(4, 6), [3, 5], 1.0)
     others = [
         key(memory[1:25].view(4, 6), [3, 5], 1.0),  # begins elsewhere within 16 bytes
+        key(memory[2:26].view(4, 6), [3, 5], 1.0),
         key(memory[:24].view(6, 4), [3, 5], 1.0),
         key(memory[:24].view(6, 4).T, [3, 5], 1.0),
         key(memory.bfloat16()[:24].view(4, 6), [3, 5], 1.0),
         key(memory[:24].view(4, 6), [5, 3], 1.0),
         key(memory[:24].view(4, 6), [3, 5], 0.5),
     ]
-    assert len({plain, *others}) == 7
+    assert len({plain, *others}) == 8
+
+
+def test_without_replays_within_itself():
+    with launching.without_replays():
+        with launching.without_replays():
+            pass
+        assert not launching._Replays.on
+    assert launching._Replays.on
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_either_hook_is_a_profilers(hook, chained):
+    """Triton has a function there, or a chain of them."""
+    none, some = (types.SimpleNamespace(calls=[]), types.SimpleNamespace(calls=[print])) if chained else (None, print)
+    for given, watched in ((none, False), (some, True)):
+        runtime = types.SimpleNamespace(**{"launch_enter_hook": none, "launch_exit_hook": none, hook: given})
+        with mock.patch.object(launching, "_triton", return_value=(None, runtime)):
+            assert launching._watched() == watched
+
+
+def test_where_launches_are_replayed(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert launching._can_replay(torch.ones(1))
+    assert not launching._can_replay(torch.ones(1, device="meta"))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not launching._can_replay(torch.ones(1))
+
+
+def test_sizes_may_come_without_end(monkeypatch):
+    monkeypatch.setattr(launching, "MOST_KEPT", 3)
+    function = launching.replayed(torch.empty_like)
+    for size in range(1, 9):
+        assert function(torch.ones(size)).shape == (size,)
+        assert len(inspect.getclosurevars(function).nonlocals["calls"]) <= 3
 
 
 def test_the_launcher_gets_what_triton_gives_it(driver):

@@ -47,6 +47,37 @@ def test_refuses_images_out_of_reach_of_32_bit_offsets():
     assert triton_support._image_reach(torch.empty(5, 0, 3)) < 2**31
 
 
+def stand_in(stride, device="cpu"):
+    """What a refusal asks of a tensor [1, 2], without its memory."""
+    return types.SimpleNamespace(
+        device=torch.device(device), dtype=torch.float32, shape=torch.Size([1, 2]), stride=lambda: (1, stride)
+    )
+
+
+def test_every_tensor_must_be_in_reach(monkeypatch):
+    monkeypatch.setattr(triton_support, "INTERPRETED", True)
+    near, far = stand_in(2**31 - 1), stand_in(2**31)
+    assert common_refusal(near, None, near) is None
+    for given in ((far,), (near, far), (near, None, far)):
+        assert common_refusal(*given) == "needs images of fewer than 2³¹ elements, got shape [1, 2]"
+
+
+@pytest.mark.parametrize(("capability", "refuses"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_refuses_gpus_that_are_too_old(monkeypatch, capability, refuses):
+    monkeypatch.setattr(triton_support, "_capability", lambda index: capability)
+    wanted = f"needs a GPU of compute capability 8.0 or later, got {capability}" if refuses else None
+    assert common_refusal(stand_in(1, "cuda")) == wanted
+
+
+def test_refuses_to_be_exported_and_to_run_without_triton(monkeypatch):
+    monkeypatch.setattr(triton_support, "INTERPRETED", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_support, "exporting", lambda: True)
+        assert common_refusal(stand_in(1)) == "needs a call that runs, got one that is being exported"
+    monkeypatch.setattr(triton_support, "HAS_TRITON", False)
+    assert common_refusal(stand_in(1)) == "needs the triton package, got a Python without it; install triton"
+
+
 def test_float32_products_are_float32():
     assert dot_precision(torch.float32) == ("tf32x3" if torch.version.hip is None else "ieee")
 
@@ -89,6 +120,47 @@ def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
         assert gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_nothing_is_compiled_beforehand_while_a_graph_is_captured(driver, monkeypatch):
+    order = []
+    kernel = types.SimpleNamespace(src="", warmup=lambda grid: order.append(grid))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    triton_support.compile_together("later", lambda: triton_support.launch(kernel, (1,)))
+    assert order == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(2):
+        triton_support.compile_together("later", lambda: triton_support.launch(kernel, (1,)))
+    assert order == [(1,)]
+
+
+def test_what_only_the_threads_got_wrong_is_mended(driver, monkeypatch):
+    order = []
+
+    def warmup(name, grid):
+        order.append(name)
+
+    class Failed(triton_support._Loader):
+        def __exit__(self, *error):
+            self.failed = True
+            return super().__exit__(*error)
+
+    kernels = {name: types.SimpleNamespace(src="x" * size, warmup=warmup) for name, size in (("a", 3), ("c", 2))}
+    monkeypatch.setattr(triton_support, "_Loader", Failed)
+    triton_support.compile_together(
+        "two", lambda: [triton_support.launch(kernel, (1,), name) for name, kernel in kernels.items()]
+    )
+    assert order == ["a", "c", "a", "c"]
+
+
+def test_tensors_without_memory_begin_as_far_from_16_bytes():
+    memory = torch.zeros(40)
+    assert memory.data_ptr() % 16 == 0
+    for start in (0, 1, 2, 3, 5):
+        like = triton_support.meta_like(memory[start : start + 12].view(3, 4)[:, 1:])
+        assert (like.shape, like.stride()) == ((3, 3), (4, 1))
+        assert 4 * like.storage_offset() == 4 * (start + 1) % 16
+    assert triton_support.meta_like(memory[:0].view(0, 3)).shape == (0, 3)
 
 
 def test_the_longest_kernel_is_compiled_first(driver):

@@ -73,10 +73,8 @@ def gather(images: Tensor, indices: Tensor, size: tuple[int, int], choice: Draw 
     return images[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def cut_out(images: Tensor, side: int, choice: Draw) -> Tensor:
-    """Normalised [B, C, H, W] with a square of `side` pixels around each centre set to 0 (the mean)."""
-    if side == 0:
-        return images
+def cut_out(images: Tensor, side: int, row: Tensor, column: Tensor) -> Tensor:
+    """Normalised [B, C, H, W] with a square of `side` pixels around each centre, [B] and [B], set to 0 (the mean)."""
     height, width = images.shape[-2:]
 
     def inside(centre: Tensor, length: int) -> Tensor:
@@ -84,7 +82,7 @@ def cut_out(images: Tensor, side: int, choice: Draw) -> Tensor:
         at = torch.arange(length, device=images.device)
         return (at >= first) & (at < first + side)
 
-    hole = inside(choice.hole_row, height)[:, :, None] & inside(choice.hole_column, width)[:, None, :]
+    hole = inside(row, height)[:, :, None] & inside(column, width)[:, None, :]
     return images.masked_fill(hole[:, None], 0.0)
 
 

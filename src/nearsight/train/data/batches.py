@@ -119,10 +119,11 @@ class _Finish:
         self.erase = data.augment.erase if training else 0.0
 
     def __call__(self, images: Tensor, choice: augment.Draw | None, generator: torch.Generator | None = None) -> Tensor:
-        """`generator`: one that all processes share; without, each draws on its own."""
+        """`choice` and `generator`: what all processes drew together; without, each draws on its own."""
         out = augment.normalise(images, self.mean, self.std, self.channels_last)
-        if choice is not None:
-            out = augment.cut_out(out, self.cutout, choice)
+        if self.cutout:
+            row, column = (choice.hole_row, choice.hole_column) if choice is not None else _places(out)
+            out = augment.cut_out(out, self.cutout, row, column)
         return self._erased(out, generator) if self.erase else out
 
     def _erased(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -133,6 +134,12 @@ class _Finish:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         noise = torch.empty(world * batch, channels, rows, columns, device=images.device, memory_format=layout)
         return augment.erase(images, patches[mine], noise.normal_(generator=generator)[mine])
+
+
+def _places(images: Tensor) -> tuple[Tensor, Tensor]:
+    """A row and a column of each image, anywhere."""
+    row, column = (torch.randint(side, (len(images),), device=images.device) for side in images.shape[-2:])
+    return row, column
 
 
 class OnDeviceBatches:

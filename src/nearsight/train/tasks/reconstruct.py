@@ -5,6 +5,7 @@ Errors are in units of the pixels' range, 0 to 1: an L1 of 0.01 is 2.55 of 255 g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -267,10 +268,15 @@ def _held_out(network: Network) -> Tensor:
 
 
 def _names(networks: Sequence[Network]) -> list[str]:
-    """The pairing of each; where one comes twice, its run too."""
+    """The pairing of each; where one comes twice, its run too, and where that does not tell them apart, its path."""
     pairs = [f"{network.model.encoder_kind} {network.model.decoder_kind}" for network in networks]
-    runs = [network.checkpoint.path.parent.parent.name for network in networks]
-    return [pair if pairs.count(pair) == 1 else f"{pair} {run}" for pair, run in zip(pairs, runs, strict=True)]
+    paths = [network.checkpoint.path for network in networks]
+    runs = [f"{pair} {path.parent.parent.name}" for pair, path in zip(pairs, paths, strict=True)]
+    alike = Counter(run for run, _ in set(zip(runs, paths, strict=True)))
+    return [
+        pair if pairs.count(pair) == 1 else run if alike[run] == 1 else f"{pair} {path}"
+        for pair, run, path in zip(pairs, runs, paths, strict=True)
+    ]
 
 
 CONFIG = ReconstructConfig

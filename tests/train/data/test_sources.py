@@ -1,0 +1,218 @@
+"""Images in: every source, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nearsight.errors import UserError
+from nearsight.train.data.sources import PACKAGES, open_source
+from tests.train.data.support import batches, encoded, picture, settings, spoil
+
+
+def parquet(
+    path: Path,
+    rows: int,
+    *,
+    names: bool = True,
+    label: str = "label",
+    image: str = "img",
+    classes: tuple[str, ...] = ("a", "b", "c"),
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(
+        {
+            image: [{"bytes": encoded(i), "path": f"{i}.png"} for i in range(rows)],
+            label: pa.array([i % 3 for i in range(rows)]),
+        }
+    )
+    if names:
+        features = {label: {"names": classes, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+def test_digits() -> None:
+    source = open_source(settings("digits", channels=1))
+    assert (len(source.train), len(source.evaluation), len(source.classes)) == (1347, 450, 10)
+    image, label = source.evaluation.read(3)
+    assert image.size == (8, 8)
+    assert image.mode == "L"
+    assert 0 <= label < 10
+    counts = np.bincount([source.evaluation.read(i)[1] for i in range(450)])
+    assert counts.min() >= 43
+
+
+def test_folder(folder: Path) -> None:
+    data = settings(f"folder:{folder}")
+    source = open_source(data)
+    assert source.classes == ["cat", "dog"]
+    assert (len(source.train), len(source.evaluation)) == (16, 6)
+    seen = [(batch.images, batch.targets) for batch in batches(data).epoch(0)]
+    assert [tuple(images.shape) for images, _ in seen] == [(4, 3, 8, 8)] * 4
+    # Grey levels 0…7 are cats, 100…107 dogs: images and labels stay together.
+    for images, targets in seen:
+        level = images[:, 0].mean((1, 2)) * 0.229 + 0.485
+        assert ((level * 255 > 50).long() == targets).all()
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_parquet(tmp_path: Path, names: bool) -> None:
+    parquet(tmp_path / "p" / "train-00000-of-00002.parquet", 6, names=names)
+    parquet(tmp_path / "p" / "train-00001-of-00002.parquet", 3, names=names)
+    parquet(tmp_path / "p" / "test-00000-of-00001.parquet", 3, names=names)
+    source = open_source(settings(f"parquet:{tmp_path / 'p'}"))
+    assert (len(source.train), len(source.evaluation)) == (9, 3)
+    assert source.classes == (["a", "b", "c"] if names else ["0", "1", "2"])
+    assert source.train.read(7)[1] == 1
+    assert source.train.name(7) == "row 7 of train-00000-of-00002.parquet (1.png)"
+
+
+def test_cifar_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet(tmp_path / "cifar100" / "train-0.parquet", 6, label="fine_label")
+    parquet(tmp_path / "cifar100" / "test-0.parquet", 3, label="fine_label")
+    for data in (settings("cifar100", root=str(tmp_path / "cifar100")), settings(f"cifar100:{tmp_path / 'cifar100'}")):
+        assert len(open_source(data).train) == 6
+    monkeypatch.setenv("NEARSIGHT_DATA", str(tmp_path))
+    assert open_source(settings("cifar100")).mean[0] == pytest.approx(0.5071)
+
+
+def test_cifar_from_torchvisions_folder(tmp_path: Path) -> None:
+    """The same files torchvision reads, made small: its digests are those of the real ones, so they are left out."""
+    import pickle
+
+    from torchvision import datasets
+
+    base = tmp_path / datasets.CIFAR10.base_folder
+    base.mkdir()
+    for file in (*(f for f, _ in datasets.CIFAR10.train_list), "test_batch"):
+        pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+        (base / file).write_bytes(pickle.dumps({"data": pixels, "labels": [1, 0]}))
+    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": ["plane", "car"]}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)
+        patch.setattr(datasets.cifar, "check_integrity", lambda *a: True)
+        source = open_source(settings("cifar10", root=str(tmp_path)))
+    assert (len(source.train), len(source.evaluation), source.classes) == (10, 2, ["plane", "car"])
+
+
+def test_statistics_are_the_sources_unless_told() -> None:
+    assert open_source(settings("digits", channels=1)).mean == (0.305,)
+    source = open_source(settings("digits", channels=3, mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6]))
+    assert (source.mean, source.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+def test_grey_images_have_the_mean_of_the_colours(folder: Path) -> None:
+    source = open_source(settings(f"folder:{folder}", channels=1))
+    assert source.mean == pytest.approx(((0.485 + 0.456 + 0.406) / 3,))
+    assert source.std == pytest.approx(((0.229 + 0.224 + 0.225) / 3,))
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("digit", "data.source: got 'digit', wanted one of digits, cifar10"),
+        ("folder:/nowhere", "data.source: no folder '/nowhere'"),
+        ("parquet:/nowhere", "data.source: no Parquet files in '/nowhere'"),
+        ("cifar10:/nowhere", "data.root: no cifar10 in /nowhere; set data.root=FOLDER"),
+        ("wds/nothing", "data.source: cannot open 'wds/nothing'"),
+        ("wds/rootless", "data.root: missing; 'wds/rootless' wants the folder (or address) of its shards"),
+        ("tfds/mnist", "data.source: 'tfds/mnist' needs TensorFlow, which no extra brings"),
+    ],
+)
+def test_missing_things_are_one_line(
+    source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, "tfds", "no_such_package")
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        open_source(settings(source, root=str(tmp_path) if source == "wds/nothing" else None))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
+    (folder / "val" / "dog").rename(folder / "val" / "fox")
+    with pytest.raises(UserError, match=r"has 2 classes in train and 2 in evaluation, .* differ in dog, fox\.$"):
+        open_source(settings(f"folder:{folder}"))
+    one = tmp_path / "one"
+    (one / "train" / "cat").mkdir(parents=True)
+    picture(1).save(one / "train" / "cat" / "a.png")
+    with pytest.raises(UserError, match="has 1 class, wanted at least 2"):
+        open_source(settings(f"folder:{one}"))
+    (one / "train" / "dog").mkdir()
+    with pytest.raises(UserError, match=r"class folder '.*dog' has no images"):
+        open_source(settings(f"folder:{one}"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match="has no images; wanted a sub-folder per class"):
+        open_source(settings(f"folder:{empty}"))
+
+
+def test_bad_parquet_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="is not a readable Parquet file"):
+        open_source(settings(f"parquet:{tmp_path}"))
+    parquet(tmp_path / "train.parquet", 3, image="pixels")
+    with pytest.raises(UserError, match="has columns pixels, label, wanted image or img"):
+        open_source(settings(f"parquet:{tmp_path}"))
+    parquet(tmp_path / "train.parquet", 3, classes=("a", "b"))
+    with pytest.raises(UserError, match=r"train\.parquet has label 2, wanted less than its 2 classes"):
+        open_source(settings(f"parquet:{tmp_path}"))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_damaged_files(folder: Path, on_device: bool) -> None:
+    bad = spoil(folder)
+    keys = {"on_device": on_device, "max_pixels": 5000}
+    for training in (True, False):
+        with pytest.raises(
+            UserError, match=r"mend or remove it, or leave such files out with data\.on_bad=skip"
+        ) as caught:
+            list(batches(settings(f"folder:{folder}", **keys), training).epoch(0))
+        assert any(name in str(caught.value) for name in bad)
+        assert "\n" not in str(caught.value)
+    keys["on_bad"] = "skip"
+    notes: list[str] = []
+    train = list(batches(settings(f"folder:{folder}", **keys), notes=notes).epoch(0))
+    held = list(batches(settings(f"folder:{folder}", **keys), training=False, notes=notes).epoch(0))
+    told = " ".join([*notes, *(name for batch in (*train, *held) for name in batch.bad)])
+    assert all(name in told for name in bad)
+    # Evaluation counts each good image once, however many are bad.
+    assert sum(int(batch.valid.sum()) for batch in held) == 5
+
+
+def test_a_bomb_is_refused_before_it_unpacks() -> None:
+    from nearsight.train.data.images import BadImageError, decode
+
+    def claims(side: int) -> bytes:
+        """A PNG of a few bytes that says it is side×side."""
+        kind = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        return encoded(0)[:8] + struct.pack(">I", 13) + kind + struct.pack(">I", zlib.crc32(kind)) + encoded(0)[33:]
+
+    for side in (10_000, 100_000):
+        with pytest.raises(BadImageError, match=r"pixels"):
+            decode(claims(side), "RGB", 89_478_485)
+    assert decode(encoded(0), "RGB", 63).size == (7, 9)
+    with pytest.raises(BadImageError, match=r"^7×9 pixels exceed data\.max_pixels=62$"):
+        decode(encoded(0), "RGB", 62)
+
+
+def test_formats_that_pillow_half_knows_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nearsight.train.data.images import BadImageError, decode
+
+    def refuses(source: Any) -> None:
+        raise NotImplementedError("Unimplemented pixel format 0")
+
+    monkeypatch.setattr(Image, "open", refuses)
+    with pytest.raises(BadImageError, match=r"damaged \(Unimplemented pixel format 0\)"):
+        decode(b"DDS", "RGB", 100)
