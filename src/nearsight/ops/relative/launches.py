@@ -39,8 +39,18 @@ class KeyTile(NamedTuple):
 
 # Columns of keys in one product: a wider map is walked in blocks of so many.
 WIDEST_BLOCK = 32
-# By registers and instructions of the compiled kernels at 32×32, head dim 20 (README); not yet timed.
-FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = QueryTile(128, 8, 2, 128), QueryTile(128, 8, 2, 128), KeyTile(128, 8, 64, 128)
+# The fastest of those timed on an H200 at head dim 20 (README).
+FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = (
+    QueryTile(128, 8, 2, 128),
+    QueryTile(128, 8, 2, 128),
+    KeyTile(64, 4, 64, 128, 1),
+)
+# Pixels from which the forward does without a running maximum; below, the bound costs more than it saves.
+BOUNDED = 1024
+FORWARD_BOUNDED = QueryTile(128, 8, 2, 128, 3)
+# Maps of fewer pixels than SMALL.
+SMALL = 512
+QUERY_GRADIENTS_SMALL = QueryTile(64, 4, 2, 168)
 # float32, or heads wider than 64: three products for one, or operands of twice the size.
 FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1), QueryTile(64, 4, 1), KeyTile(64, 4, 32)
 # Both.
@@ -104,9 +114,9 @@ class RelativeCall(NamedTuple):
         return -(-self.width // 16) * 16
 
     def bounded(self) -> bool:
-        """Whether the forward may take a bound of the logits for their maximum: not where the query's best key may be masked,
+        """Whether the forward takes a bound of the logits for their maximum: not where the query's best key may be masked,
         nor in float16, whose weights would lose bits."""
-        return self.mask is None and self.packed.dtype != torch.float16
+        return self.mask is None and self.packed.dtype != torch.float16 and self.packed.shape[1] >= BOUNDED
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """Places for the position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, pitch]."""
@@ -212,7 +222,7 @@ def attend(call: RelativeCall, tile: QueryTile | None = None) -> tuple[Tensor, T
         # Of each query's position logits the largest, of each row of keys the largest k·k.
         bounds = torch.empty_like(lse), torch.empty((*lse.shape[:2], call.height), dtype=lse.dtype, device=lse.device)
     _fill_positions(call, by_row, by_col, bounds)
-    tile = tile or (FORWARD, FORWARD_LARGE, FORWARD_LARGEST)[call.large]
+    tile = tile or (FORWARD_BOUNDED if call.bounded() else FORWARD, FORWARD_LARGE, FORWARD_LARGEST)[call.large]
     tiles, constants = _fit(tile, call)
     launch(
         kernels.forward,
@@ -250,7 +260,8 @@ def gradients(
     dq, dk, dv = call.views(dpacked)
     by_row, by_col = call.positions()
     _fill_positions(call, by_row, by_col)
-    query = query or (QUERY_GRADIENTS, QUERY_GRADIENTS_LARGE, QUERY_GRADIENTS_LARGEST)[call.large]
+    common = QUERY_GRADIENTS_SMALL if n < SMALL else QUERY_GRADIENTS
+    query = query or (common, QUERY_GRADIENTS_LARGE, QUERY_GRADIENTS_LARGEST)[call.large]
     key = key or (KEY_GRADIENTS, KEY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGEST)[call.large]
 
     tiles, constants = _fit(query, call)
