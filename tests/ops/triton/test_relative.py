@@ -1,5 +1,7 @@
 """Triton kernels of attention with relative positions, interpreted: output and every gradient by the error rule, tiny shapes."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -41,6 +43,16 @@ def by_definition(heads=1, dim=4, scale=0.5):
         return definition(q * scale, k, v, rel_row, rel_col, key_mask)
 
     return run
+
+
+@contextmanager
+def bounded_from(pixels):
+    before = launches.BOUNDED
+    launches.BOUNDED = pixels
+    try:
+        yield
+    finally:
+        launches.BOUNDED = before
 
 
 def compare(inputs, heads=1, dim=4, **options):
@@ -127,9 +139,32 @@ def test_keys_of_a_program(keys, queries):
 
 
 @interpreted
-def test_large_logits():
+@pytest.mark.parametrize("pixels", [1, 10**9])
+def test_large_logits(pixels):
     """Several hundred: only differences from the largest may be exponentiated, and a later row may bring it."""
-    compare(make(size=(5, 6), spread=8.0), scale=1.0)
+    with bounded_from(pixels):
+        compare(make(size=(5, 6), spread=8.0), scale=1.0)
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "size"), [(FLOAT, (7, 5)), (FLOAT, (5, 17)), (BFLOAT, (2, 9))])
+def test_bounded_logits(dtype, size):
+    """What larger maps do: a bound of the logits instead of their maximum."""
+    with bounded_from(1):
+        compare(make(dtype, size, heads=2, shared=False), heads=2)
+
+
+@interpreted
+def test_the_bound_is_for_large_maps_without_a_mask_whose_weights_keep_their_bits():
+    def bounded(size, mask=None, dtype=BFLOAT):
+        inputs = make(dtype, size, mask=mask)
+        packed, *rest = inputs.values()
+        return launches.make_call(packed.flatten(1, 2), *rest, 1, 4, size[0], 0.5).bounded()
+
+    assert bounded((32, 32))
+    assert not bounded((31, 33))
+    assert not bounded((32, 32), mask=0.5)
+    assert not bounded((32, 32), dtype=HALF)
 
 
 @interpreted
