@@ -43,7 +43,7 @@ class RelativeAttention2d(nn.Module):
     offset on a map of `feature_size` and are stretched linearly over other sizes.
 
     Where Triton runs, the kernels of `nearsight.ops.relative` add the position logits to the products of q and k as they are
-    made. Elsewhere the position terms enter the one product of queries and keys: the logits of a query's H row offsets and W
+    made, and keep nothing for the backward but q, k, v and y. Elsewhere the position terms enter the one product of queries and keys: the logits of a query's H row offsets and W
     column offsets are appended to q, the one-hot row and column of a key to k. So torch's fused attention runs it all, and where
     that has a kernel no n×n matrix exists. On a CPU maps of 2048 pixels and more go by rows, `nearsight.ops.relative.rows`.
 
