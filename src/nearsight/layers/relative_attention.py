@@ -43,10 +43,10 @@ class RelativeAttention2d(nn.Module):
     offset on a map of `feature_size` and are stretched linearly over other sizes.
 
     Where Triton runs, the kernels of `nearsight.ops.relative` add the position logits to the products of q and k as they are
-    made, and keep nothing for the backward but q, k, v and y. Elsewhere the position terms enter the one product of queries and
-    keys: the logits of a query's H row offsets and W column offsets are appended to q, the one-hot row and column of a key to k.
-    So torch's fused attention runs it all, and where that has a kernel no n×n matrix exists. On a CPU maps of 2048 pixels and
-    more go by rows, `nearsight.ops.relative.rows`.
+    made; besides q, k, v and y they keep one number per query and head for the backward. Elsewhere the position terms enter the
+    one product of queries and keys: the logits of a query's H row offsets and W column offsets are appended to q, the one-hot
+    row and column of a key to k. So torch's fused attention runs it all, and where that has a kernel no n×n matrix exists. On a
+    CPU maps of 2048 pixels and more go by rows, `nearsight.ops.relative.rows`.
 
     Args:
         in_channels, out_channels: as in `nn.Conv2d`; out_channels is the paper's d_v.
