@@ -56,14 +56,11 @@ def test_random_rectangles(seed):
     compare(make(dtype, (pick(1, 40), pick(1, 40)), 2, heads, dim, pick(1, 20), shared, mask), heads, dim)
 
 
-@pytest.mark.parametrize(("dtype", "spread"), [(FLOAT, 3.0), (BFLOAT, 6.0), (HALF, 6.0)])
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
 @pytest.mark.parametrize("size", [(11, 14), (32, 33)])
-def test_large_logits(size, dtype, spread):
-    """Too far apart for the bound that the larger map would take: the maximum is carried along.
-
-    In float32 not as large: what three TF32 products leave out counts as much as the logits are large.
-    """
-    compare(make(dtype, size, 2, 2, 20, 3, spread=spread), 2, 20)
+def test_large_logits(size, dtype):
+    """Too far apart for the bound that the larger map would take: the maximum is carried along."""
+    compare(make(dtype, size, 2, 2, 20, 3, spread=6.0), 2, 20)
 
 
 @pytest.mark.parametrize("size", [(12, 20), (56, 56)])

@@ -3,6 +3,7 @@
 Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
 (h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
 Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
+In float32 LOGITS are plain products: what three TF32 ones leave out of a logit of some hundreds shows in every weight.
 """
 # mypy: ignore-errors
 
@@ -67,6 +68,7 @@ def positions(
     h = tl.program_id(0) // H
     first = tl.program_id(1) * span
     dtype = q_ptr.dtype.element_ty
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     d = tl.arange(0, DP)
     x = tl.arange(0, WB)
     row = tl.arange(0, HB)
@@ -81,10 +83,10 @@ def positions(
         q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
         at = (image * heads + h) * n
         to = by_row_ptr + at * H + row[:, None] * n + y * W + x[None, :]
-        of_rows = dot(by_row, tl.trans(q), PRECISION).to(dtype)
+        of_rows = dot(by_row, tl.trans(q), LOGITS).to(dtype)
         tl.store(to, of_rows, mask=(row < H)[:, None] & (x < W)[None, :])
         to = by_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key
-        of_cols = dot(q, tl.trans(by_col), PRECISION).to(dtype)
+        of_cols = dot(q, tl.trans(by_col), LOGITS).to(dtype)
         # Beyond the last column zeros, up to the pitch: whoever multiplies them by 0 may read them.
         tl.store(to, tl.where(key < W, of_cols, 0.0), mask=(x < W)[:, None] & (key >= 0) & (key < pitch))
         if BOUND:
@@ -125,6 +127,7 @@ def _walk(
 ):
     """Σ p·v, Σ p and the logit where p is 1: `largest`, unless EXACT, which takes it along from −∞."""
     dtype = q.dtype
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     ones = tl.full((WB, 8), 1.0, dtype)
@@ -142,7 +145,7 @@ def _walk(
                 j = (y0 + r) * W + x
                 at_row = (y0 + r) * n + i
                 k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
-                s = dot_add(q, tl.trans(k), column, PRECISION)
+                s = dot_add(q, tl.trans(k), column, LOGITS)
                 if HAS_MASK:
                     allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
                     s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
@@ -319,6 +322,7 @@ def query_gradients(
     h = tl.program_id(0) // tiles % heads
     at = (b * heads + h) * n
     dtype = q_ptr.dtype.element_ty
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     use = i < n
@@ -348,7 +352,7 @@ def query_gradients(
                 at_row = (y0 + r) * n + i
                 k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
                 v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-                s = dot_add(q, tl.trans(k), column, PRECISION)
+                s = dot_add(q, tl.trans(k), column, LOGITS)
                 if HAS_MASK:
                     allowed = tl.load(mask_ptr + b * n + j, mask=(x < W) & (j < n), other=1)
                     s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
@@ -416,6 +420,7 @@ def key_gradients(
     h = tl.program_id(0) // tiles % heads
     at = (b * heads + h) * n
     dtype = q_ptr.dtype.element_ty
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     key = tl.arange(0, KR * WB)
     y0 = tile // across * KR
     x0 = tile % across * WB
@@ -451,12 +456,12 @@ def key_gradients(
         )
         lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
         delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
-        s = dot(k, tl.trans(q), PRECISION)
-        s = dot_add(own_column, tl.trans(column), s, PRECISION)
+        s = dot(k, tl.trans(q), LOGITS)
+        s = dot_add(own_column, tl.trans(column), s, LOGITS)
         if KR > 1:
             there = (r < KR)[:, None] & (y0 + r < H)[:, None] & use[None, :]
             row = tl.load(by_row_ptr + r[:, None] * n + i[None, :], mask=there, other=0.0)
-            s = dot_add(own_row, row, s, PRECISION)
+            s = dot_add(own_row, row, s, LOGITS)
         else:
             row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
             lse -= row * unit
