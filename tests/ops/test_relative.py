@@ -8,15 +8,15 @@ from torch import Tensor
 
 from nearsight.layers import relative_attention
 from nearsight.layers.relative_attention import RelativeAttention2d
-from nearsight.ops import relative
-from nearsight.ops.relative import attend_by_rows
+from nearsight.ops.relative import rows as relative
+from nearsight.ops.relative.rows import attend_by_rows
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.largest import LargestTensor
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, rel_row: Tensor, rel_col: Tensor, key_mask: Tensor | None = None):
     height, width = q.shape[1:3]
-    y, x = torch.arange(height), torch.arange(width)
+    y, x = (torch.arange(size, device=q.device) for size in (height, width))
     by_row = rel_row[:, y - y[:, None] + height - 1]  # [heads, y of the query, y of the key, D]
     by_column = rel_col[:, x - x[:, None] + width - 1]
     logits = torch.einsum("byxhd,bijhd->bhyxij", q, k)

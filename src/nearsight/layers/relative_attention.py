@@ -22,13 +22,16 @@ from nearsight.layers.common import (
 )
 from nearsight.ops.checks import check_pair
 from nearsight.ops.dispatch import exporting
-from nearsight.ops.relative import MASKED_LOGIT, attend_by_rows
+from nearsight.ops.relative import triton_impl
+from nearsight.ops.relative.rows import MASKED_LOGIT, attend_by_rows
 
 __all__ = ["RelativeAttention2d", "resize_table"]
 
 LAYER = "RelativeAttention2d"
 # Pixels from which attention by rows is twice as fast on a CPU; below, one fused call wins or is close.
 LARGE = 2048
+# Pixels from which Triton's kernels run where they can: they are the faster way on every map (ops/relative/README.md).
+SMALLEST = 1
 
 
 class RelativeAttention2d(nn.Module):
@@ -39,9 +42,11 @@ class RelativeAttention2d(nn.Module):
     [B, in_channels, H, W] → [B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉], any H and W. The tables r hold one embedding per
     offset on a map of `feature_size` and are stretched linearly over other sizes.
 
-    The position terms enter the one product of queries and keys: the logits of a query's H row offsets and W column
-    offsets are appended to q, the one-hot row and column of a key to k. So torch's fused attention runs it all, and where
-    that has a kernel no n×n matrix exists. On a CPU maps of 2048 pixels and more go through `nearsight.ops.relative`.
+    Where Triton runs, the kernels of `nearsight.ops.relative` add the position logits to the products of q and k as they are
+    made; besides q, k, v and y they keep one number per query and head for the backward. Elsewhere the position terms enter the
+    one product of queries and keys: the logits of a query's H row offsets and W column offsets are appended to q, the one-hot
+    row and column of a key to k. So torch's fused attention runs it all, and where that has a kernel no n×n matrix exists. On a
+    CPU maps of 2048 pixels and more go by rows, `nearsight.ops.relative.rows`.
 
     Args:
         in_channels, out_channels: as in `nn.Conv2d`; out_channels is the paper's d_v.
@@ -101,10 +106,14 @@ class RelativeAttention2d(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(LAYER, x, self.in_channels, key_mask)
-        height, width = x.shape[2:]
-        q, k, v = self.project(x, key_mask)
-        by_rows = x.device.type == "cpu" and height * width >= LARGE and not exporting()
-        y = (self._attend_by_rows if by_rows else self._attend)(q, k, v, key_mask).flatten(3)
+        packed = self._project(x, key_mask)
+        if self._fused(packed):
+            y = self._attend_fused(packed, key_mask)
+        else:
+            pixels = x.shape[2] * x.shape[3]
+            by_rows = x.device.type == "cpu" and pixels >= LARGE and not exporting()
+            y = (self._attend_by_rows if by_rows else self._attend)(*self._split(packed), key_mask)
+        y = y.flatten(3)
         if self.stride == 2:
             # Before W_o, which commutes with an average and is then four times cheaper.
             y = to_channels_last(avg_pool_valid(to_nchw(y), key_mask, 3, 2, padding=1))
@@ -132,18 +141,39 @@ class RelativeAttention2d(nn.Module):
 
     def _attend_by_rows(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """The same on maps for which the position logits, H + W of them per query, are wide."""
-        rel_row, rel_col = (
-            resize_table(t, size) for t, size in zip((self.rel_row, self.rel_col), q.shape[1:3], strict=True)
-        )
-        return attend_by_rows(q, k, v, rel_row, rel_col, key_mask)
+        return attend_by_rows(q, k, v, *self._tables(*q.shape[1:3]), key_mask)
+
+    def _fused(self, packed: Tensor) -> bool:
+        height, width = packed.shape[1:3]
+        # Asked first: a refusal's sentence names the size, and a compiled graph would hold for that size alone.
+        if height * width < SMALLEST or max(height, width) > triton_impl.longest_side(packed, self.head_dim):
+            return False
+        values = self.out_channels // self.num_heads
+        return triton_impl.refusal(packed, height, width, self.head_dim, values) is None
+
+    def _attend_fused(self, packed: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The same by kernels that add the position logits where the products of q and k are."""
+        rel_row, rel_col = self._tables(*packed.shape[1:3])
+        options = {"heads": self.num_heads, "dim": self.head_dim, "scale": self.head_dim**-0.5}
+        return triton_impl.run(packed, rel_row, rel_col, key_mask, **options)
+
+    def _tables(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        return resize_table(self.rel_row, height), resize_table(self.rel_col, width)
 
     def project(self, x: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q (already divided by √d), k and v of a map, each [B, H, W, heads, ·]; all 0 where key_mask is False.
 
         So an image that is all masked outputs 0, though its softmax weighs every pixel alike.
         """
-        sizes = [self.key_channels, self.key_channels, self.out_channels]
-        parts = self.qkv(to_channels_last(zero_masked(x, key_mask))).split(sizes, dim=-1)
+        return self._split(self._project(x, key_mask))
+
+    def _project(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """q, k and v side by side, q not divided yet: [B, H, W, 2·key_channels + out_channels]."""
+        packed: Tensor = self.qkv(to_channels_last(zero_masked(x, key_mask)))
+        return packed
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = packed.split([self.key_channels, self.key_channels, self.out_channels], dim=-1)
         q, k, v = (split_heads(part, self.num_heads) for part in parts)
         return q * self.head_dim**-0.5, k, v
 

@@ -1,0 +1,556 @@
+"""Triton kernels of global attention with two-dimensional relative positions. Equations and choices are in README.md.
+
+Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
+(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
+Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
+In float32 LOGITS are plain products: what three TF32 ones leave out of a logit of some hundreds shows in every weight.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, reciprocal
+
+__all__ = ["forward", "key_gradients", "position_gradients", "positions", "query_gradients"]
+
+OUTSIDE = tl.constexpr(-1e30)  # the logit of a column or row that is not there
+# Half of what the exponents of float32 hold, in powers of 2, with room for small weights beside the largest.
+CLOSE = tl.constexpr(40.0)
+MASKED = tl.constexpr(
+    -1e5
+)  # added where key_mask is False: its exponential is 0, and an image of nothing else stays finite
+
+
+@triton.jit
+def _tile(base, at, channel, stride, use, CHANNELS: tl.constexpr):
+    """Pixels `at` with their channels, [pixels, padded channels], 0 where there is none."""
+    return tl.load(
+        base + at[:, None] * stride + channel[None, :], mask=use[:, None] & (channel < CHANNELS)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def positions(
+    q_ptr,
+    k_ptr,
+    row_ptr,
+    col_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    top_ptr,
+    norm_ptr,
+    q_b,
+    q_n,
+    row_h,
+    col_h,
+    batch,
+    heads,
+    H,
+    W,
+    n,
+    pitch,
+    span,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HB: tl.constexpr,
+    WB: tl.constexpr,
+    OB: tl.constexpr,
+    BOUND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """q·r of the queries of one row of `span` images with every row and every column of the map.
+
+    For a BOUND of the logits also the largest q·r^row + q·r^col of each query, [B·heads, n], and the largest k·k of the row,
+    [B·heads, H].
+    """
+    y = tl.program_id(0) % H
+    h = tl.program_id(0) // H
+    first = tl.program_id(1) * span
+    dtype = q_ptr.dtype.element_ty
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    d = tl.arange(0, DP)
+    x = tl.arange(0, WB)
+    row = tl.arange(0, HB)
+    offset = tl.arange(0, OB)
+    # Row y sees row r of the map through embedding r − y, which the table holds at r − y + H − 1.
+    by_row = _tile(row_ptr + h * row_h + (H - 1 - y) * D, row, d, D, row < H, D).to(dtype)
+    by_col = _tile(col_ptr + h * col_h, offset, d, D, offset < 2 * W - 1, D).to(dtype)
+    key = x[:, None] + offset[None, :] - (W - 1)
+    inside = (x < W)[:, None] & (key >= 0) & (key < W)
+    image = first.to(tl.int64)
+    for _ in range(first, tl.minimum(first + span, batch)):
+        q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
+        at = (image * heads + h) * n
+        to = by_row_ptr + at * H + row[:, None] * n + y * W + x[None, :]
+        of_rows = dot(by_row, tl.trans(q), LOGITS).to(dtype)
+        tl.store(to, of_rows, mask=(row < H)[:, None] & (x < W)[None, :])
+        to = by_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key
+        of_cols = dot(q, tl.trans(by_col), LOGITS).to(dtype)
+        # Beyond the last column zeros, up to the pitch: whoever multiplies them by 0 may read them.
+        tl.store(to, tl.where(key < W, of_cols, 0.0), mask=(x < W)[:, None] & (key >= 0) & (key < pitch))
+        if BOUND:
+            top = tl.max(tl.where((row < H)[:, None], of_rows.to(tl.float32), OUTSIDE), 0)
+            top += tl.max(tl.where(inside, of_cols.to(tl.float32), OUTSIDE), 1)
+            tl.store(top_ptr + at + y * W + x, top, mask=x < W)
+            k = _tile(k_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D).to(tl.float32)
+            tl.store(norm_ptr + (image * heads + h) * H + y, tl.max(tl.sum(k * k, 1), 0))
+        image += 1
+
+
+@triton.jit
+def _walk(
+    q,
+    i,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    largest,
+    q_n,
+    H,
+    W,
+    n,
+    pitch,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+    WB: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Σ p·v, Σ p and the logit where p is 1: `largest`, unless EXACT, which takes it along from −∞."""
+    dtype = q.dtype
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    ones = tl.full((WB, 8), 1.0, dtype)
+    out = tl.zeros((M, DVP), tl.float32)
+    total = tl.zeros((M, 8), tl.float32)
+    for x0 in range(0, W, WB):
+        x = x0 + tl.arange(0, WB)
+        there = (i < n)[:, None] & (x < W)[None, :]
+        column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        for y0 in range(0, H, ROWS):
+            logits = ()
+            addend = ()
+            best = largest
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                at_row = (y0 + r) * n + i
+                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+                s = dot_add(q, tl.trans(k), column, LOGITS)
+                if HAS_MASK:
+                    allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
+                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+                a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+                if EXACT:
+                    best = tl.maximum(best, tl.max(s, 1) + a)
+                logits = logits + (s,)
+                addend = addend + (a,)
+            if EXACT:
+                fade = exp2((largest - best) * unit)
+                largest = best
+                out *= fade[:, None]
+                total *= fade[:, None]
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
+                if EXACT:
+                    # The difference first: logits may be large.
+                    p = exp2((logits[r] + (addend[r] - best)[:, None]) * unit).to(dtype)
+                else:
+                    p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
+                out = dot_add(p, v, out, PRECISION)
+                # The tensor cores add up as they go: no lane waits for another.
+                total = dot_add(p, ones, total, PRECISION)
+    return out, tl.max(total, 1), largest
+
+
+@triton.jit
+def forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    top_ptr,
+    norm_ptr,
+    mask_ptr,
+    out_ptr,
+    lse_ptr,
+    q_b,
+    q_n,
+    heads,
+    H,
+    W,
+    n,
+    pitch,
+    tiles,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+    WB: tl.constexpr,
+    ROWS: tl.constexpr,
+    HB: tl.constexpr,
+    BOUND: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """M queries of one head of one image: their outputs, and log₂ Σ 2^logit.
+
+    With a BOUND, |q·k| ≤ ‖q‖·max‖k‖: a logit is at most largest = top + ‖q‖·max‖k‖, and the largest one at least
+    top − ‖q‖·max‖k‖. Where both are close enough for float32's exponents, nothing is compared or rescaled on the way.
+    """
+    i = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    b = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    h = tl.program_id(0) // tiles % heads
+    at = (b * heads + h) * n
+    dtype = q_ptr.dtype.element_ty
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    q = _tile(q_ptr + b * q_b + h * D, i, d, q_n, i < n, D)
+    k_ptr += b * q_b + h * D
+    v_ptr += b * q_b + h * DV
+    by_row_ptr += at * H
+    by_col_ptr += at * pitch
+    if HAS_MASK:
+        mask_ptr += b * n
+    largest = tl.full((M,), float("-inf"), tl.float32)
+    if BOUND:
+        row = tl.arange(0, HB)
+        of_keys = tl.max(tl.load(norm_ptr + (b * heads + h) * H + row, mask=row < H, other=0.0), 0)
+        wide = q.to(tl.float32)
+        reach = tl.sqrt(tl.sum(wide * wide, 1) * of_keys)
+        close = tl.max(reach, 0) * unit < CLOSE
+        # fmt: off
+        if close:
+            bound = tl.load(top_ptr + at + i, mask=i < n, other=0.0) + reach
+            out, total, largest = _walk(
+                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, n, pitch, unit,
+                D, DV, DP, DVP, M, WB, ROWS, False, HAS_MASK, PRECISION,
+            )
+        else:
+            out, total, largest = _walk(
+                q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
+                D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
+            )
+    else:
+        out, total, largest = _walk(
+            q,
+            i,
+            k_ptr,
+            v_ptr,
+            by_row_ptr,
+            by_col_ptr,
+            mask_ptr,
+            largest,
+            q_n,
+            H,
+            W,
+            n,
+            pitch,
+            unit,
+            D,
+            DV,
+            DP,
+            DVP,
+            M,
+            WB,
+            ROWS,
+            True,
+            HAS_MASK,
+            PRECISION,
+        )
+        # fmt: on
+    to = out_ptr + ((b * n + i) * heads + h)[:, None] * DV + e[None, :]
+    tl.store(to, (out * reciprocal(total)[:, None]).to(dtype), mask=(i < n)[:, None] & (e < DV)[None, :])
+    tl.store(lse_ptr + at + i, largest * unit + tl.log2(total), mask=i < n)
+
+
+@triton.jit
+def query_gradients(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    grad_ptr,
+    out_ptr,
+    lse_ptr,
+    dq_ptr,
+    of_row_ptr,
+    of_col_ptr,
+    delta_ptr,
+    q_b,
+    q_n,
+    heads,
+    H,
+    W,
+    n,
+    pitch,
+    tiles,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+    WB: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """M queries of one head of one image: Σ dS·k, the gradients of their position logits, and g·y.
+
+    dq lies like q, but dense: [B, n, channels of q, k and v]. The logits by row get one gradient per block of WB columns,
+    [B·heads, PARTS, H, n].
+    """
+    i = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    b = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    h = tl.program_id(0) // tiles % heads
+    at = (b * heads + h) * n
+    dtype = q_ptr.dtype.element_ty
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    use = i < n
+    q = _tile(q_ptr + b * q_b + h * D, i, d, q_n, use, D)
+    grad = _tile(grad_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
+    y_out = _tile(out_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
+    delta = tl.sum(grad.to(tl.float32) * y_out.to(tl.float32), 1)
+    tl.store(delta_ptr + at + i, delta, mask=use)
+    lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
+    k_ptr += b * q_b + h * D
+    v_ptr += b * q_b + h * DV
+    by_row_ptr += at * H
+    of_row_ptr += at * H * PARTS
+    by_col_ptr += at * pitch
+    of_col_ptr += at * pitch
+    dq = tl.zeros((M, DP), tl.float32)
+    to_row = tl.arange(0, 8)[None, :] + tl.zeros((WB, 8), tl.int32)
+    for x0 in range(0, W, WB):
+        x = x0 + tl.arange(0, WB)
+        there = use[:, None] & (x < W)[None, :]
+        column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        of_column = tl.zeros((M, WB), tl.float32)
+        for y0 in range(0, H, ROWS):
+            of_rows = tl.zeros((M, 8), tl.float32)
+            for r in tl.static_range(ROWS):
+                j = (y0 + r) * W + x
+                at_row = (y0 + r) * n + i
+                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
+                s = dot_add(q, tl.trans(k), column, LOGITS)
+                if HAS_MASK:
+                    allowed = tl.load(mask_ptr + b * n + j, mask=(x < W) & (j < n), other=1)
+                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+                a = tl.load(by_row_ptr + at_row, mask=use & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+                p = exp2(s * unit + (a * unit - lse)[:, None])
+                ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
+                of_column += ds
+                ds = ds.to(dtype)
+                # Σ over the row's columns goes to column r.
+                of_rows = dot_add(ds, tl.where(to_row == r, 1.0, 0.0).to(dtype), of_rows, PRECISION)
+                dq = dot_add(ds, k, dq, PRECISION)
+            y = y0 + tl.arange(0, 8)[None, :]
+            to = of_row_ptr + y * n + i[:, None]
+            mine = use[:, None] & (y < tl.minimum(H, y0 + ROWS))
+            tl.store(to, of_rows.to(of_row_ptr.dtype.element_ty), mask=mine)
+        tl.store(of_col_ptr + i[:, None] * pitch + x[None, :], of_column.to(of_col_ptr.dtype.element_ty), mask=there)
+        of_row_ptr += n * H
+    channels = heads * (2 * D + DV)
+    to = dq_ptr + (b * n + i)[:, None] * channels + h * D + d[None, :]
+    tl.store(to, dq.to(dtype), mask=use[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def key_gradients(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    by_row_ptr,
+    by_col_ptr,
+    mask_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_b,
+    q_n,
+    heads,
+    H,
+    W,
+    n,
+    pitch,
+    tiles,
+    across,
+    unit,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    WB: tl.constexpr,
+    KR: tl.constexpr,
+    N: tl.constexpr,
+    CB: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """KR rows of WB keys of one head of one image: the gradients of k and v.
+
+    Keys lie along the first axis, so that the weights and dS are first operands as they are. A query's position logits come by
+    a product with the one-hot row and column of a key.
+    """
+    tile = tl.program_id(0) % tiles
+    b = (tl.program_id(0) // tiles // heads).to(tl.int64)
+    h = tl.program_id(0) // tiles % heads
+    at = (b * heads + h) * n
+    dtype = q_ptr.dtype.element_ty
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    key = tl.arange(0, KR * WB)
+    y0 = tile // across * KR
+    x0 = tile % across * WB
+    y = y0 + key // WB
+    x = x0 + key % WB
+    here = (y < H) & (x < W)
+    j = y * W + x
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    k = _tile(k_ptr + b * q_b + h * D, j, d, q_n, here, D)
+    v = _tile(v_ptr + b * q_b + h * DV, j, e, q_n, here, DV)
+    c = tl.arange(0, CB)
+    r = tl.arange(0, 16)
+    own_column = tl.where(key[:, None] % WB == c[None, :], 1.0, 0.0).to(dtype)
+    if KR > 1:
+        own_row = tl.where(key[:, None] // WB == r[None, :], 1.0, 0.0).to(dtype)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + b * n + j, mask=here, other=1)
+        masked = tl.where(allowed != 0, 0.0, MASKED * unit)
+    q_ptr += b * q_b + h * D
+    grad_ptr += b * n * heads * DV + h * DV
+    by_row_ptr += (at * H + y0 * n).to(tl.int64)
+    by_col_ptr += at * pitch + x0
+    dk = tl.zeros((KR * WB, DP), tl.float32)
+    dv = tl.zeros((KR * WB, DVP), tl.float32)
+    for first in range(0, n, N):
+        i = first + tl.arange(0, N)
+        use = i < n
+        q = _tile(q_ptr, i, d, q_n, use, D)
+        grad = _tile(grad_ptr, i, e, heads * DV, use, DV)
+        column = tl.load(
+            by_col_ptr + i[:, None] * pitch + c[None, :], mask=use[:, None] & (x0 + c < pitch)[None, :], other=0.0
+        )
+        lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
+        delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
+        s = dot(k, tl.trans(q), LOGITS)
+        s = dot_add(own_column, tl.trans(column), s, LOGITS)
+        if KR > 1:
+            there = (r < KR)[:, None] & (y0 + r < H)[:, None] & use[None, :]
+            row = tl.load(by_row_ptr + r[:, None] * n + i[None, :], mask=there, other=0.0)
+            s = dot_add(own_row, row, s, LOGITS)
+        else:
+            row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
+            lse -= row * unit
+        exponent = s * unit - lse[None, :]
+        if HAS_MASK:
+            exponent += masked[:, None]
+        p = exp2(exponent)
+        dv = dot_add(p.to(dtype), grad, dv, PRECISION)
+        ds = p * (dot(v, tl.trans(grad), PRECISION) - delta[None, :])
+        dk = dot_add(ds.to(dtype), q, dk, PRECISION)
+    channels = heads * (2 * D + DV)
+    to = (b * n + j)[:, None] * channels
+    tl.store(dk_ptr + to + h * D + d[None, :], (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
+    tl.store(dv_ptr + to + h * DV + e[None, :], dv.to(dtype), mask=here[:, None] & (e < DV)[None, :])
+
+
+@triton.jit
+def position_gradients(
+    q_ptr,
+    row_ptr,
+    col_ptr,
+    of_row_ptr,
+    of_col_ptr,
+    dq_ptr,
+    drow_ptr,
+    dcol_ptr,
+    q_b,
+    q_n,
+    row_h,
+    col_h,
+    batch,
+    heads,
+    H,
+    W,
+    n,
+    pitch,
+    span,
+    scale,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HB: tl.constexpr,
+    WB: tl.constexpr,
+    OB: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The queries of one row of `span` images: dq finished, and a share of the tables' gradients.
+
+    Shares are [programs, heads, H, H, D], by row of the query and of the key, and [programs, heads, H, 2·W − 1, D], by offset.
+    """
+    y = tl.program_id(0) % H
+    h = tl.program_id(0) // H
+    first = tl.program_id(1) * span
+    dtype = q_ptr.dtype.element_ty
+    d = tl.arange(0, DP)
+    x = tl.arange(0, WB)
+    row = tl.arange(0, HB)
+    offset = tl.arange(0, OB)
+    by_row = _tile(row_ptr + h * row_h + (H - 1 - y) * D, row, d, D, row < H, D).to(dtype)
+    by_col = _tile(col_ptr + h * col_h, offset, d, D, offset < 2 * W - 1, D).to(dtype)
+    key = x[:, None] + offset[None, :] - (W - 1)
+    inside = (x < W)[:, None] & (key >= 0) & (key < W)
+    drow = tl.zeros((HB, DP), tl.float32)
+    dcol = tl.zeros((OB, DP), tl.float32)
+    image = first.to(tl.int64)
+    for _ in range(first, tl.minimum(first + span, batch)):
+        q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
+        at = (image * heads + h) * n
+        of_row = tl.zeros((HB, WB), tl.float32)
+        for part in tl.static_range(PARTS):
+            of_row += tl.load(
+                of_row_ptr + (at * PARTS + n * part) * H + row[:, None] * n + y * W + x[None, :],
+                mask=(row < H)[:, None] & (x < W)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        of_row = of_row.to(dtype)
+        of_col = tl.load(of_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key, mask=inside, other=0.0)
+        drow = dot_add(of_row, q, drow, PRECISION)
+        dcol = dot_add(tl.trans(of_col), q, dcol, PRECISION)
+        to = dq_ptr + (image * n + y * W + x)[:, None] * CHANNELS + h * D + d[None, :]
+        use = (x < W)[:, None] & (d < D)[None, :]
+        dq = tl.load(to, mask=use, other=0.0).to(tl.float32)
+        dq = dot_add(tl.trans(of_row), by_row, dq, PRECISION)
+        dq = dot_add(of_col, by_col, dq, PRECISION)
+        tl.store(to, (dq * scale).to(dtype), mask=use)
+        image += 1
+    share = (tl.program_id(1) * heads + h) * H + y
+    to = drow_ptr + (share.to(tl.int64) * H + row)[:, None] * D + d[None, :]
+    tl.store(to, drow * scale, mask=(row < H)[:, None] & (d < D)[None, :])
+    to = dcol_ptr + (share.to(tl.int64) * (2 * W - 1) + offset)[:, None] * D + d[None, :]
+    tl.store(to, dcol * scale, mask=(offset < 2 * W - 1)[:, None] & (d < D)[None, :])

@@ -1,0 +1,318 @@
+"""Launches of attention with relative positions by Triton: tiles, sizes, and the kernels of the forward and of the backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearsight.ops.sums import sum_rows
+from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two
+
+__all__ = ["KeyTile", "QueryTile", "RelativeCall", "attend", "empty_outputs", "gradients", "make_call", "padded"]
+
+
+class QueryTile(NamedTuple):
+    """Queries and warps of a program, rows of keys at a time, and the most registers of a thread (None: the compiler's choice).
+
+    Rows are of WIDEST_BLOCK columns; on a narrower map there are as many more at a time.
+    """
+
+    queries: int
+    warps: int
+    rows: int
+    registers: int | None = None
+    stages: int = 2
+
+
+class KeyTile(NamedTuple):
+    """Keys and warps of a program, queries at a time, and registers as above."""
+
+    keys: int
+    warps: int
+    queries: int
+    registers: int | None = None
+    stages: int = 2
+
+
+# Columns of keys in one product: a wider map is walked in blocks of so many.
+WIDEST_BLOCK = 32
+# The fastest of those timed on an H200 at head dim 20 (README).
+FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS = (
+    QueryTile(128, 8, 2, 128),
+    QueryTile(128, 8, 2, 128),
+    KeyTile(64, 4, 64, 128, 1),
+)
+# Pixels from which the forward does without a running maximum; below, the bound costs more than it saves.
+BOUNDED = 1024
+FORWARD_BOUNDED = QueryTile(128, 8, 2, 128, 3)
+# Maps of fewer pixels than SMALL.
+SMALL = 512
+QUERY_GRADIENTS_SMALL = QueryTile(64, 4, 2, 168)
+# float32, or heads wider than 64: three products for one, or operands of twice the size.
+FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1), QueryTile(64, 4, 1), KeyTile(64, 4, 32)
+# Both.
+FORWARD_LARGEST, QUERY_GRADIENTS_LARGEST = QueryTile(32, 4, 1), QueryTile(32, 4, 1)
+KEY_GRADIENTS_LARGEST = KeyTile(32, 4, 16)
+# Programs wanted of the kernels that go along the batch.
+PROGRAMS = 2048
+
+
+class RelativeCall(NamedTuple):
+    """q, k and v as views of one tensor, and the sizes that every launch needs."""
+
+    packed: Tensor  # [B, n, channels]
+    rel_row: Tensor
+    rel_col: Tensor
+    mask: Tensor | None
+    heads: int
+    dim: int
+    height: int
+    scale: float
+
+    @property
+    def width(self) -> int:
+        return self.packed.shape[1] // max(self.height, 1)
+
+    @property
+    def value_dim(self) -> int:
+        return self.packed.shape[2] // self.heads - 2 * self.dim
+
+    @property
+    def unit(self) -> float:
+        return self.scale * math.log2(math.e)
+
+    @property
+    def large(self) -> int:
+        """How many of both hold: float32, and heads wider than 64."""
+        return (self.packed.dtype == torch.float32) + (max(self.dim, self.value_dim) > 64)
+
+    def views(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = self.heads * self.dim
+        return packed[..., :keys], packed[..., keys : 2 * keys], packed[..., 2 * keys :]
+
+    def head_dims(self) -> dict[str, int]:
+        dims = {"D": self.dim, "DV": self.value_dim}
+        return {**dims, "DP": padded(self.dim), "DVP": padded(self.value_dim)}
+
+    def flags(self) -> dict[str, Any]:
+        return {"HAS_MASK": self.mask is not None, "PRECISION": dot_precision(self.packed.dtype)}
+
+    def block(self) -> int:
+        """Columns of keys in one product of the kernels that have queries along the first axis."""
+        return min(padded(self.width), WIDEST_BLOCK)
+
+    def sizes(self) -> tuple[int, ...]:
+        """What follows the strides of every launch."""
+        return self.heads, self.height, self.width, self.packed.shape[1], self.pitch
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one query's logits by column to the next one's: they lie as wide loads want them."""
+        return -(-self.width // 16) * 16
+
+    def bounded(self) -> bool:
+        """Whether the forward takes a bound of the logits for their maximum: not where the query's best key may be masked,
+        nor in float16, whose weights would lose bits."""
+        return self.mask is None and self.packed.dtype != torch.float16 and self.packed.shape[1] >= BOUNDED
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Places for the position logits by row and by column of the key: [B·heads, H, n] and [B·heads, n, pitch]."""
+        batch, n, _ = self.packed.shape
+        like: dict[str, Any] = {"dtype": self.packed.dtype, "device": self.packed.device}
+        by_row = torch.empty((batch * self.heads, self.height, n), **like)
+        by_col = torch.empty((batch * self.heads, n, self.pitch), **like)
+        return by_row, by_col
+
+    def along_batch(self) -> tuple[tuple[int, int], int, dict[str, Any]]:
+        """Grid, images per program and constants of the kernels that take one row of queries of many images."""
+        batch = self.packed.shape[0]
+        lines = self.heads * self.height
+        span = -(-batch // max(1, min(batch, -(-PROGRAMS // lines))))
+        constants = {
+            "D": self.dim,
+            "DP": padded(self.dim),
+            "HB": padded(self.height),
+            "WB": padded(self.width),
+            "OB": padded(self.width + self.pitch - 1),
+            "PRECISION": dot_precision(self.packed.dtype),
+            "num_warps": 8 if max(self.height, self.width) > 32 or self.large else 4,
+            "num_stages": 2,
+        }
+        return (lines, -(-batch // span)), span, constants
+
+
+def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, Any]:
+    """The options of a launch that uses `share` of a tile."""
+    warps = max(1, int(tile.warps * share))
+    return {"num_warps": warps, "num_stages": tile.stages, **_capped(tile.registers, warps)}
+
+
+def _capped(registers: int | None, warps: int) -> dict[str, int]:
+    """The option that caps the registers of a thread. A few warps may have all they want."""
+    return {} if registers is None or warps < 4 or torch.version.hip is not None else {"maxnreg": registers}
+
+
+def padded(size: int) -> int:
+    """The length of a range that holds `size` and that a product can sum over."""
+    return max(16, next_power_of_two(size))
+
+
+def make_call(
+    packed: Tensor,
+    rel_row: Tensor,
+    rel_col: Tensor,
+    key_mask: Tensor | None,
+    heads: int,
+    dim: int,
+    height: int,
+    scale: float,
+) -> RelativeCall:
+    if packed.stride(2) != 1:
+        packed = packed.contiguous()
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    return RelativeCall(packed, rel_row.contiguous(), rel_col.contiguous(), mask, heads, dim, height, scale)
+
+
+def _fill_positions(call: RelativeCall, by_row: Tensor, by_col: Tensor, bounds: tuple[Any, Any] = (None, None)) -> None:
+    from nearsight.ops.relative import kernels
+
+    grid, span, constants = call.along_batch()
+    q, k, _ = call.views(call.packed)
+    tables = (call.rel_row, call.rel_col)
+    heads = (_per_head(call.rel_row), _per_head(call.rel_col))
+    sizes = (call.packed.shape[0], *call.sizes(), span)
+    strides = (call.packed.stride(0), call.packed.stride(1))
+    constants.update(BOUND=bounds[0] is not None, **({} if constants["num_warps"] > 4 else _capped(128, 4)))
+    launch(kernels.positions, grid, q, k, *tables, by_row, by_col, *bounds, *strides, *heads, *sizes, **constants)
+
+
+def _per_head(table: Tensor) -> int:
+    """Elements from one head's table to the next one's; all heads may share one."""
+    return 0 if table.shape[0] == 1 else table.stride(0)
+
+
+def _fit(tile: QueryTile, call: RelativeCall) -> tuple[int, dict[str, Any]]:
+    """Programs per image and head, and constants, of a kernel with queries along the first axis."""
+    n = call.packed.shape[1]
+    queries = min(tile.queries, padded(n))
+    constants = {
+        **call.head_dims(),
+        "M": queries,
+        "WB": call.block(),
+        "ROWS": min(tile.rows * WIDEST_BLOCK // call.block(), next_power_of_two(call.height)),
+        **call.flags(),
+        **_resources(tile, queries / tile.queries),
+    }
+    return -(-n // queries), constants
+
+
+def attend(call: RelativeCall, tile: QueryTile | None = None) -> tuple[Tensor, Tensor]:
+    from nearsight.ops.relative import kernels
+
+    batch = call.packed.shape[0]
+    out, lse = empty_outputs(call.packed, call.heads, call.dim)
+    if out.numel() == 0:
+        return out, lse
+    by_row, by_col = call.positions()
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+    if call.bounded():
+        # Of each query's position logits the largest, of each row of keys the largest k·k.
+        bounds = torch.empty_like(lse), torch.empty((*lse.shape[:2], call.height), dtype=lse.dtype, device=lse.device)
+    _fill_positions(call, by_row, by_col, bounds)
+    tile = tile or (FORWARD_BOUNDED if call.bounded() else FORWARD, FORWARD_LARGE, FORWARD_LARGEST)[call.large]
+    tiles, constants = _fit(tile, call)
+    launch(
+        kernels.forward,
+        (batch * call.heads * tiles,),
+        *(*call.views(call.packed), by_row, by_col, *bounds, call.mask, out, lse),
+        *(call.packed.stride(0), call.packed.stride(1), *call.sizes(), tiles, call.unit),
+        HB=padded(call.height),
+        BOUND=call.bounded(),
+        **constants,
+    )
+    return out, lse
+
+
+def empty_outputs(packed: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    batch, n, channels = packed.shape
+    out = torch.empty((batch, n, channels - 2 * heads * dim), dtype=packed.dtype, device=packed.device)
+    return out, torch.empty((batch, heads, n), dtype=torch.float32, device=packed.device)
+
+
+def gradients(
+    call: RelativeCall,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: QueryTile | None = None,
+    key: KeyTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `packed` and, in float32, of the tables with one head each: [heads, H, H, D] and [heads, H, 2·W − 1, D]
+    by row of the query."""
+    from nearsight.ops.relative import kernels
+
+    batch, n, _ = call.packed.shape
+    device = call.packed.device
+    dpacked = torch.empty(call.packed.shape, dtype=call.packed.dtype, device=device)
+    dq, dk, dv = call.views(dpacked)
+    by_row, by_col = call.positions()
+    _fill_positions(call, by_row, by_col)
+    common = QUERY_GRADIENTS_SMALL if n < SMALL else QUERY_GRADIENTS
+    query = query or (common, QUERY_GRADIENTS_LARGE, QUERY_GRADIENTS_LARGEST)[call.large]
+    key = key or (KEY_GRADIENTS, KEY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGEST)[call.large]
+
+    tiles, constants = _fit(query, call)
+    parts = -(-call.width // constants["WB"])
+    of_row = torch.empty((batch * call.heads, parts, *by_row.shape[1:]), dtype=by_row.dtype, device=device)
+    of_col = torch.empty_like(by_col)
+    delta = torch.empty_like(lse)
+    inputs = (*call.views(call.packed), by_row, by_col, call.mask, grad)
+    strides = (call.packed.stride(0), call.packed.stride(1))
+    launch(
+        kernels.query_gradients,
+        (batch * call.heads * tiles,),
+        *(*inputs, out, lse, dq, of_row, of_col, delta, *strides),
+        *(*call.sizes(), tiles, call.unit),
+        PARTS=parts,
+        **constants,
+    )
+
+    columns = min(next_power_of_two(call.width), WIDEST_BLOCK)
+    rows = max(1, min(key.keys, padded(n)) // columns)
+    # As many one-hot rows as one step of a product sums over.
+    rows = min(rows, 16, max(next_power_of_two(call.height), -(-16 // columns)))
+    across = -(-call.width // columns)
+    tiles = across * -(-call.height // rows)
+    launch(
+        kernels.key_gradients,
+        (batch * call.heads * tiles,),
+        *(*inputs, lse, delta, dk, dv, *strides),
+        *(*call.sizes(), tiles, across, call.unit, call.scale),
+        **call.head_dims(),
+        WB=columns,
+        KR=rows,
+        N=min(key.queries, padded(n)),
+        CB=max(16, columns),
+        **call.flags(),
+        **_resources(key, rows * columns / key.keys),
+    )
+
+    grid, span, constants = call.along_batch()
+    drow = torch.empty((grid[1], call.heads, call.height, call.height, call.dim), dtype=torch.float32, device=device)
+    dcol = torch.empty(
+        (grid[1], call.heads, call.height, 2 * call.width - 1, call.dim), dtype=torch.float32, device=device
+    )
+    launch(
+        kernels.position_gradients,
+        grid,
+        *(inputs[0], call.rel_row, call.rel_col, of_row, of_col, dq, drow, dcol, *strides),
+        *(_per_head(call.rel_row), _per_head(call.rel_col)),
+        *(batch, *call.sizes(), span, call.scale),
+        CHANNELS=call.packed.shape[2],
+        PARTS=parts,
+        **constants,
+    )
+    return dpacked, sum_rows(drow), sum_rows(dcol)
