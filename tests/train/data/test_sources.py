@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import struct
@@ -80,12 +81,48 @@ def test_parquet(tmp_path: Path, names: bool) -> None:
 
 
 def test_cifar_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parquet(tmp_path / "cifar100" / "train-0.parquet", 6, label="fine_label")
-    parquet(tmp_path / "cifar100" / "test-0.parquet", 3, label="fine_label")
-    for data in (settings("cifar100", root=str(tmp_path / "cifar100")), settings(f"cifar100:{tmp_path / 'cifar100'}")):
-        assert len(open_source(data).train) == 6
+    hundred = tuple(str(n) for n in range(100))
+    parquet(tmp_path / "cifar100" / "train-0.parquet", 6, label="fine_label", classes=hundred)
+    parquet(tmp_path / "cifar100" / "test-0.parquet", 3, label="fine_label", classes=hundred)
+    parquet(tmp_path / "another" / "train-0.parquet", 6)
+    for root in (tmp_path / "cifar100", tmp_path):
+        for data in (settings("cifar100", root=str(root)), settings(f"cifar100:{root}")):
+            assert len(open_source(data).train) == 6
     monkeypatch.setenv("NEARSIGHT_DATA", str(tmp_path))
     assert open_source(settings("cifar100")).mean[0] == pytest.approx(0.5071)
+    # Neither another set beside it nor one with other classes is taken for it.
+    with pytest.raises(UserError, match=r"data\.root: no cifar10 in \./data or \$NEARSIGHT_DATA"):
+        open_source(settings("cifar10"))
+    with pytest.raises(UserError, match=r"has 100 classes, wanted the 10 of cifar10; .* data\.source=parquet:"):
+        open_source(settings("cifar10", root=str(tmp_path / "cifar100")))
+
+
+def test_a_download_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from urllib.error import URLError
+
+    from torchvision import datasets
+
+    def unreachable(self: Any) -> None:
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(datasets.CIFAR10, "download", unreachable)
+    with pytest.raises(UserError, match=r"data\.download: cifar10 cannot be fetched \(Name or service not known\)"):
+        open_source(settings("cifar10", root=str(tmp_path), download=True))
+
+
+def test_splits_of_parquet_files_by_their_folders(tmp_path: Path) -> None:
+    """As the hub converts sets: config/split/0000.parquet; the name nearest to the images decides."""
+    rows = {"train/0000": 6, "test/0000": 3, "test/train-1": 3, "valuable": 3}
+    for name, count in rows.items():
+        parquet(tmp_path / "default" / f"{name}.parquet", count)
+    source = open_source(settings(f"parquet:{tmp_path}"))
+    assert (len(source.train), len(source.evaluation)) == (12, 3)
+
+
+def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert len(open_source(settings(f"folder:~/{folder.name}")).train) == 16
+    assert settings("cifar10", root="~/x").root == str(folder.parent / "x")
 
 
 def test_cifar_from_torchvisions_folder(tmp_path: Path) -> None:
@@ -152,6 +189,9 @@ def test_bad_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
     (one / "train" / "dog").mkdir()
     with pytest.raises(UserError, match=r"class folder '.*dog' has no images"):
         open_source(settings(f"folder:{one}"))
+    (folder / "train").rename(folder / "training")
+    with pytest.raises(UserError, match=r"has training, val, wanted train and one of val, .* rename them"):
+        open_source(settings(f"folder:{folder}"))
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UserError, match="has no images; wanted a sub-folder per class"):
@@ -167,6 +207,20 @@ def test_bad_parquet_is_one_line(tmp_path: Path) -> None:
         open_source(settings(f"parquet:{tmp_path}"))
     parquet(tmp_path / "train.parquet", 3, classes=("a", "b"))
     with pytest.raises(UserError, match=r"train\.parquet has label 2, wanted less than its 2 classes"):
+        open_source(settings(f"parquet:{tmp_path}"))
+    parquet(tmp_path / "trailing.parquet", 3, image="png")
+    with pytest.raises(
+        UserError, match=r"trailing\.parquet has columns png .*, .*train\.parquet img .*; wanted the files of one set"
+    ):
+        open_source(settings(f"parquet:{tmp_path}"))
+
+
+def test_parquet_that_holds_no_encoded_images(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"image": [[0, 1], [2, 3]], "label": [0, 1]}), tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"column 'image' of .* holds list<.*, wanted encoded images"):
         open_source(settings(f"parquet:{tmp_path}"))
 
 
@@ -205,6 +259,24 @@ def test_a_bomb_is_refused_before_it_unpacks() -> None:
     assert decode(encoded(0), "RGB", 63).size == (7, 9)
     with pytest.raises(BadImageError, match=r"^7×9 pixels exceed data\.max_pixels=62$"):
         decode(encoded(0), "RGB", 62)
+
+
+def test_sixteen_bits_a_pixel_keep_their_greys() -> None:
+    from nearsight.train.data.images import BadImageError, decode
+
+    def file(levels: np.ndarray, kind: str) -> bytes:
+        buffer = io.BytesIO()
+        Image.fromarray(levels).save(buffer, kind)
+        return buffer.getvalue()
+
+    levels = np.array([[0, 255, 256], [25700, 65279, 65535]], np.uint16)
+    for kind in ("PNG", "TIFF"):
+        assert np.asarray(decode(file(levels, kind), "L", 100)).tolist() == [[0, 0, 1], [100, 254, 255]]
+        assert np.asarray(decode(file(levels, kind), "RGB", 100))[1].tolist() == [[100] * 3, [254] * 3, [255] * 3]
+    # A range nobody states: PIL would make 0…1 black and 0…70000 white.
+    for levels in (np.array([[0.5, 1.0]], np.float32), np.array([[7, 70000]], np.int32)):
+        with pytest.raises(BadImageError, match=r"^32 bits a pixel"):
+            decode(file(levels, "TIFF"), "L", 100)
 
 
 def test_formats_that_pillow_half_knows_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:

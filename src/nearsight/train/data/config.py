@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from nearsight.train.config import Section
 
-__all__ = ["AugmentConfig", "DataConfig"]
+__all__ = ["AugmentConfig", "DataConfig", "Place"]
+
+
+def _at_home(text: str) -> str:
+    """A path, or `kind:path`, that begins in the home folder, written out: no shell does it inside KEY=VALUE.
+
+    >>> _at_home("folder:~/x") == "folder:" + os.path.expanduser("~/x"), _at_home("hfds/a~b")
+    (True, 'hfds/a~b')
+    """
+    kind, mark, path = text.rpartition(":")
+    return f"{kind}{mark}{os.path.expanduser(path)}"
+
+
+# Where something lies.
+Place = Annotated[str, AfterValidator(_at_home)]
 
 # The first words of timm's policy strings; after a crop that is not resized, only the first is read.
 TIMMS = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
@@ -44,10 +59,10 @@ class AugmentConfig(Section):
 
 
 class DataConfig(Section):
-    source: str = Field(
+    source: Place = Field(
         description="digits, cifar10, cifar100, folder:PATH, parquet:PATH, hfds/NAME, hfids/NAME, wds/NAME, tfds/NAME"
     )
-    root: str | None = Field(default=None, description="where cifar10, cifar100, hfds/, wds/ and tfds/ lie")
+    root: Place | None = Field(default=None, description="where cifar10, cifar100, hfds/, wds/ and tfds/ lie")
     download: bool = False
     train_split: str = "train"
     eval_split: str = Field(default="validation", description="of a timm reader")

@@ -24,8 +24,9 @@ from nearsight.train.config import Section
 from nearsight.train.data import coco, voc
 from nearsight.train.data.batches import ON_DEVICE_BYTES, Order, Where, make_loader, read_good, seeded
 from nearsight.train.data.boxes import AnnotatedImages, Objects
+from nearsight.train.data.config import Place
 from nearsight.train.data.images import BadImageError, refuse_bad
-from nearsight.train.data.sources import EVALUATION
+from nearsight.train.data.parquet import EVALUATION
 from nearsight.train.data.splits import hold_out
 
 __all__ = [
@@ -56,7 +57,7 @@ class BoxAugmentConfig(Section):
 
 
 class DetectionDataConfig(Section):
-    source: str = Field(description="coco:FOLDER or voc:FOLDER")
+    source: Place = Field(description="coco:FOLDER or voc:FOLDER")
     train_split: str = "train"
     eval_split: str | None = Field(default=None, description="null: the first there is of val, validation, valid, test")
     holdout: float = Field(default=0.0, ge=0, lt=1, description="share of train held out; evaluated instead")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
@@ -46,7 +47,7 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Imag
         if width * height > max_pixels:
             raise BadImageError(f"{width}×{height} pixels exceed data.max_pixels={max_pixels}")
         image.load()
-        return image.convert(mode)
+        return _eight_bits(image).convert(mode)
     except FileNotFoundError as error:
         raise BadImageError("missing") from error
     except UnidentifiedImageError as error:
@@ -55,6 +56,15 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Imag
         raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         raise BadImageError(f"damaged ({error})") from error
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey levels of 16 bits at 8, where PIL would cut them off at 255; numbers without a range are refused."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise BadImageError(f"32 bits a pixel (PIL's mode {image.mode}), of which nobody knows what is white")
+    return image
 
 
 class LeftOut:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import URLError
 
 import numpy as np
 
 from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import image_mode
-from nearsight.train.data.splits import ArrayImages, FileImages, ParquetImages, ReaderImages, hold_out
+from nearsight.train.data.parquet import EVALUATION, held_out, parquet_files, read_parquet
+from nearsight.train.data.splits import ArrayImages, FileImages, ReaderImages, hold_out
 from nearsight.train.data.streams import stream_length
 
 __all__ = ["SIZES", "Source", "input_facts", "open_source", "split_source"]
 
-EVALUATION = ("val", "validation", "valid", "test")
 KINDS = (
     "digits",
     "cifar10",
@@ -43,6 +44,7 @@ STATISTICS = {
 
 # Training images and classes of sets that are always the same.
 SIZES = {"cifar10": (50_000, 10), "cifar100": (50_000, 100)}
+TORCHVISIONS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 
 
 class Source(NamedTuple):
@@ -129,9 +131,9 @@ def _digits(data: DataConfig) -> Source:
 def _cifar(kind: str, data: DataConfig, path: str | None) -> Source:
     from torchvision import datasets
 
-    root = Path(path) if path else _default_root(kind)
-    if root is not None and _parquet_files(root):
-        return _parquet(data, str(root), kind)
+    root = _cifar_folder(kind, path)
+    if root is not None and parquet_files(root):
+        return _right_classes(kind, str(root), _parquet(data, str(root), kind))
     if root is None and data.download:
         root = Path("data")
     if root is None or (not root.exists() and not data.download):
@@ -144,17 +146,33 @@ def _cifar(kind: str, data: DataConfig, path: str | None) -> Source:
         parts = [dataset(str(root), train=train, download=data.download) for train in (True, False)]
     except RuntimeError as error:
         raise UserError(f"data.root: {str(root)!r} holds neither torchvision's {kind} nor Parquet files.") from error
+    except URLError as error:
+        raise UserError(f"data.download: {kind} cannot be fetched ({error.reason}); set data.root=FOLDER.") from error
     mode = image_mode(data.channels)
     train, test = (ArrayImages(part.data, part.targets, mode) for part in parts)
     return Source(train, test, list(parts[0].classes), *_statistics(kind, data.channels))
 
 
-def _default_root(kind: str) -> Path | None:
+def _cifar_folder(kind: str, path: str | None) -> Path | None:
+    """The folder named, or its sub-folder for this set; without a name, one where the set is."""
+    if path:
+        inside = Path(path) / kind
+        return inside if parquet_files(inside) else Path(path)
     for folder in (os.environ.get("NEARSIGHT_DATA"), "data"):
         for root in [Path(folder) / kind, Path(folder)] if folder else []:
-            if _parquet_files(root) or any(root.glob("cifar-10*")):
+            if any(root.glob("*.parquet")) or any(root.glob(TORCHVISIONS[kind])) or parquet_files(root / kind):
                 return root
     return None
+
+
+def _right_classes(kind: str, path: str, source: Source) -> Source:
+    wanted = SIZES[kind][1]
+    if len(source.classes) != wanted:
+        raise UserError(
+            f"data.root: {path!r} has {len(source.classes)} classes, wanted the {wanted} of {kind}; another set is "
+            f"data.source=parquet:{path}."
+        )
+    return source
 
 
 def _folder(data: DataConfig, path: str | None, labelled: bool = True) -> Source:
@@ -163,6 +181,8 @@ def _folder(data: DataConfig, path: str | None, labelled: bool = True) -> Source
         raise UserError(f"data.source: no folder {path!r}; wanted folder:PATH with {inside}.")
     root = Path(path)
     train = root / "train" if (root / "train").is_dir() else root
+    if labelled and train == root:
+        _are_classes(root)
     evaluation = next((root / name for name in EVALUATION if (root / name).is_dir()), None) if train != root else None
     statistics = _statistics("folder", data.channels)
     if not labelled:
@@ -174,6 +194,16 @@ def _folder(data: DataConfig, path: str | None, labelled: bool = True) -> Source
         eval_classes, held = _class_files(evaluation, data)
         _same_classes(str(path), classes, eval_classes)
     return Source(images, held, classes, *statistics)
+
+
+def _are_classes(root: Path) -> None:
+    """Refuse to take splits for classes: a set whose training split has another name."""
+    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    if names and all(name.lower() in (*EVALUATION, "train", "training") for name in names):
+        raise UserError(
+            f"data.source: {str(root)!r} has {', '.join(names)}, wanted train and one of {', '.join(EVALUATION)}, each "
+            f"with a sub-folder per class; rename them."
+        )
 
 
 def _images_under(root: Path) -> list[str]:
@@ -211,68 +241,17 @@ def _same_classes(where: str, train: list[str], evaluation: list[str]) -> None:
         )
 
 
-def _parquet_files(root: Path) -> list[Path]:
-    if root.is_file():
-        return [root] if root.suffix == ".parquet" else []
-    return sorted(root.rglob("*.parquet")) if root.is_dir() else []
-
-
 def _parquet(data: DataConfig, path: str | None, kind: str = "parquet", labelled: bool = True) -> Source:
-    files = _parquet_files(Path(path)) if path else []
+    files = parquet_files(Path(path)) if path else []
     if not files:
         raise UserError(f"data.source: no Parquet files in {path!r}.")
-    evaluation = [f for f in files if any(f.name.startswith(name) for name in EVALUATION)]
-    train, classes = _read_parquet([f for f in files if f not in evaluation] or evaluation, data, labelled)
+    evaluation = [f for f in files if held_out(f, Path(str(path)))]
+    train, classes = read_parquet([f for f in files if f not in evaluation] or evaluation, data, labelled)
     held = None
     if evaluation and len(evaluation) < len(files):
-        held, eval_classes = _read_parquet(evaluation, data, labelled)
+        held, eval_classes = read_parquet(evaluation, data, labelled)
         _same_classes(str(path), classes, eval_classes)
     return Source(train, held, classes, *_statistics(kind, data.channels))
-
-
-def _read_parquet(files: list[Path], data: DataConfig, labelled: bool) -> tuple[ParquetImages, list[str]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pa.concat_tables([pq.read_table(file) for file in files])
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"data.source: {files[0]} is not a readable Parquet file ({error}).") from error
-    image = _column(table, ("image", "img", "jpg", "png", "webp"), files[0])
-    if not table.num_rows:
-        raise UserError(f"data.source: {files[0]} has no rows.")
-    if not labelled:
-        return ParquetImages(table, (image, None), files, image_mode(data.channels), data.max_pixels), []
-    label = _column(table, ("label", "fine_label", "labels", "cls", "class"), files[0])
-    labels = table[label].to_numpy()
-    if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
-        raise UserError(f"data.source: column {label!r} of {files[0]} holds {labels.dtype}, wanted numbers from 0.")
-    classes = _class_names(table, label) or [str(n) for n in range(int(labels.max()) + 1)]
-    if labels.max() >= len(classes):
-        raise UserError(
-            f"data.source: {files[0]} has label {labels.max()}, wanted less than its {len(classes)} classes."
-        )
-    return ParquetImages(table, (image, label), files, image_mode(data.channels), data.max_pixels), classes
-
-
-def _column(table: Any, wanted: Sequence[str], file: Path) -> str:
-    found = next((name for name in wanted if name in table.column_names), None)
-    if found is None:
-        raise UserError(
-            f"data.source: {file} has columns {', '.join(table.column_names)}, wanted {' or '.join(wanted)}."
-        )
-    return found
-
-
-def _class_names(table: Any, label: str) -> list[str] | None:
-    """The names Hugging Face keeps in the schema's metadata."""
-    import json
-
-    try:
-        info = json.loads((table.schema.metadata or {})[b"huggingface"])
-        return [str(name) for name in info["info"]["features"][label]["names"]]
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 @contextmanager
