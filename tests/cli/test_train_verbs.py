@@ -73,6 +73,8 @@ def test_a_dry_run_counts_processes_micro_batches_and_what_is_held_out() -> None
     wanted = {"batch": 48, "steps_per_epoch": 14, "images_per_epoch": 14 * 48, "steps": 40, "processes": 3}
     assert {key: facts[key] for key in wanted} == wanted
     assert facts["lr"] == pytest.approx(0.15)
+    # The rates of the steps it would do: of the 42 two are cut off.
+    assert [step for step, _ in facts["lr_curve"]] == list(range(40))
 
 
 def test_a_dry_run_adds_up_memory() -> None:
@@ -166,6 +168,27 @@ def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: A
     assert line in got.err
     assert got.err.count("\n") == 1
     assert got.out == ""
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_images_that_a_network_cannot_take_are_one_line(dry: bool, tmp_path: Path, capsys: Any) -> None:
+    words = ["train", "digits/conv_nano", "model.name=vit_tiny_patch16_224", "--out", str(tmp_path), "train.device=cpu"]
+    assert main([*words, "--json", *(["--dry-run"] if dry else [])]) == 2
+    got = capsys.readouterr()
+    assert got.out == ""
+    assert got.err.startswith(
+        "nearsight train: model: vit_tiny_patch16_224 cannot take data.batch_size=64 images of 16×16 (Input height"
+    )
+    assert got.err.count("\n") == 1
+
+
+def test_a_file_of_weights_is_no_checkpoint(run: Path, capsys: Any) -> None:
+    file = str(next(run.rglob("model.safetensors")))
+    for words in (["eval", file], ["predict", file, "x.png"], ["train", "--resume", file]):
+        assert main(words) == 2
+        assert (
+            capsys.readouterr().err == f"nearsight {words[0]}: {file} is a file, wanted a run or a checkpoint folder.\n"
+        )
 
 
 def test_a_recipe_that_is_no_text(tmp_path: Path, capsys: Any) -> None:

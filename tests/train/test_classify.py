@@ -117,7 +117,11 @@ def test_metrics_are_means_over_images_not_batches(classes: int) -> None:
     notes: list[str] = []
     names = [str(n) for n in range(classes)]
     task: Any = SimpleNamespace(
-        where=CPU, classes=names, evaluation=SimpleNamespace(epoch=epoch), left_out=LeftOut(notes.append)
+        where=CPU,
+        classes=names,
+        evaluation=SimpleNamespace(epoch=epoch),
+        left_out=LeftOut(notes.append),
+        config=small(),
     )
     network = Network()
     got = Classify.evaluate(task, network)

@@ -99,6 +99,11 @@ def test_bad_yaml_names_the_line() -> None:
         read_yaml("- a", "x")
 
 
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^x: not valid YAML in line 3: 'train' is there twice\.$"):
+        read_yaml("train: {seed: 1}\ndata: {source: digits}\ntrain: {max_steps: 1}", "x")
+
+
 def test_an_optimisers_own_options() -> None:
     """They reach timm; null leaves one out, so that a recipe may name another optimiser than the one it extends."""
     model = torch.nn.Linear(4, 8)
@@ -212,7 +217,8 @@ def cosine(low: float, high: float, start: int, end: int) -> Any:
 def test_every_step_has_its_rate(keys: dict[str, Any], parts: dict[int, Any]) -> None:
     """Ten steps an epoch; up to which step (not with it) which formula holds."""
     total = max(parts)
-    got = learning_rates(small(optimizer={"lr": 0.2}, schedule=keys), 64, 10, points=total)
+    config = small(optimizer={"lr": 0.2}, schedule=keys, train={"max_steps": None})
+    got = learning_rates(config, 64, 10, points=total)
     wanted = [next(rate(t) for end, rate in parts.items() if t < end) for t in range(total)]
     assert [step for step, _ in got] == list(range(total))
     assert [lr for _, lr in got] == pytest.approx(wanted)

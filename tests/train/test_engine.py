@@ -286,9 +286,27 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert all(torch.isfinite(t).all() for t in weights(tmp_path).values())
 
 
+def test_numbers_that_are_not_finite_are_null_in_every_file(tmp_path: Path) -> None:
+    def overflowing(trainer: Trainer) -> None:
+        task: Any = trainer.task
+        task.evaluate = lambda model: {"accuracy": 0.5, "loss": float("nan"), "images": 3.0}
+
+    fit(plain(train={"max_steps": 1}), tmp_path, quiet=True, on_step=overflowing)
+    files = [tmp_path / "summary.json", checkpoints.listed(tmp_path)[-1] / "state.json"]
+    read = [json.loads(file.read_text(), parse_constant=pytest.fail) for file in files]
+    assert [one["metrics"]["loss"] for one in read] == [None, None]
+    (row,) = [row for row in read_log(tmp_path) if row["kind"] == "eval"]
+    assert math.isnan(row["loss"])
+    assert '"loss": null' in (tmp_path / "log.jsonl").read_text()
+
+
 def test_bad_steps_are_skipped_when_told_so(tmp_path: Path) -> None:
     fit(small(train={"bad_steps": 2}), tmp_path / "a", quiet=True, on_step=poison({3, 5}))
     assert checkpoints.open_checkpoint(checkpoints.listed(tmp_path / "a")[-1]).state["skipped"] == 2
+    # The log is JSON, which has no NaN: a skipped step is left out of the means (of steps 3 and 4, 5 and 6).
+    lines = (tmp_path / "a" / "log.jsonl").read_text()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines.splitlines()]
+    assert all(0 < row["loss"] < 10 for row in rows if row["kind"] == "train")
     # BatchNorm's statistics saw the bad images too: they must have been taken back.
     assert all(torch.isfinite(t).all() for t in weights(tmp_path / "a").values())
     with pytest.raises(UserError, match=r"the loss is not finite at step 7; .* after 2 skipped ones"):

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nearsight.train.log import finite
+
 __all__ = ["console", "print_json", "table"]
 
 # A pipe or a file has no width: wide enough that no table is cut.
@@ -36,5 +38,5 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    """One JSON document on stdout; a number that is not finite is null."""
+    typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))

@@ -122,7 +122,7 @@ def _or_default(path: Path, images: list[Path]) -> tuple[Path, list[Path]]:
     from nearsight.train.checkpoints import PICKLED
     from nearsight.weights import DEFAULT
 
-    if path.is_file() and path.suffix not in PICKLED:
+    if path.is_file() and path.suffix not in (*PICKLED, ".safetensors"):
         return Path(DEFAULT), [path, *images]
     if not path.exists() and path.suffix.lower() in registered_extensions():
         raise UserError(f"no image file {str(path)!r}.")

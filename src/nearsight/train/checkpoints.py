@@ -214,6 +214,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise UserError(
             f"{folder} is a pickled file, which nearsight never opens; wanted a run or a checkpoint folder."
         )
+    if folder.is_file():
+        raise UserError(f"{folder} is a file, wanted a run or a checkpoint folder.")
     if not folder.is_dir():
         shipped = weights.names()
         offer = f" Networks that come with nearsight: {', '.join(shipped)}." if shipped else ""

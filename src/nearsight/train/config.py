@@ -170,7 +170,15 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number."""
+    """YAML as people write it: 1e-3 is a number, and a key that is there twice a mistake."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

@@ -30,7 +30,7 @@ from nearsight.errors import UserError, disk_full
 from nearsight.train import checkpoints, state
 from nearsight.train.config import RunConfig, to_yaml
 from nearsight.train.data.batches import Where, seed_of
-from nearsight.train.log import Reporter, replace_file
+from nearsight.train.log import Reporter, finite, replace_file
 from nearsight.train.replay import ReplayedUpdate
 from nearsight.train.schedule import build_optimizer, build_schedule, scaled_lr
 from nearsight.train.tasks import Task, build_task
@@ -257,8 +257,8 @@ class Trainer:
                 "images_per_step": self.images_per_step,
                 "world": self.where.world,
                 "skipped": self.skipped,
-                "metrics": metrics,
-                "score": None if metrics is None else self._score(metrics),
+                "metrics": finite(metrics),
+                "score": None if metrics is None else finite(self._score(metrics)),
                 "optimizer": values,
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "task": self.config.task,
@@ -447,8 +447,8 @@ class Trainer:
         return {"loss": loss, **{k: torch.stack([e[k] for e in extras]).mean() for k in extras[0]}}
 
     def _means(self, shown: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Means over steps and processes, in one transfer from the device."""
-        means = torch.stack([torch.stack([step[name] for step in shown]).mean() for name in shown[0]])
+        """Means over steps and processes, in one transfer from the device; what is not finite (skipped steps) is left out."""
+        means = torch.stack([_finite_mean(torch.stack([step[name] for step in shown])) for name in shown[0]])
         if self.where.world > 1:
             torch.distributed.all_reduce(means)
             means /= self.where.world
@@ -566,8 +566,13 @@ class Trainer:
             }
             if self.where.device.type == "cuda":
                 summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.where.device)
-            replace_file(self.run / SUMMARY, json.dumps(summary, indent=1) + "\n")
+            replace_file(self.run / SUMMARY, json.dumps(finite(summary), indent=1) + "\n")
         return result
+
+
+def _finite_mean(values: Tensor) -> Tensor:
+    counted = torch.isfinite(values)
+    return values.where(counted, 0).sum() / counted.sum()
 
 
 def fit(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Reporter", "read_log", "replace_file"]
+__all__ = ["Reporter", "finite", "read_log", "replace_file"]
 
 LOG = "log.jsonl"
 
@@ -30,13 +32,26 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
+def finite(value: Any) -> Any:
+    """Plain values as JSON can hold them: its numbers know no NaN and no infinity, which become null.
+
+    >>> finite({"loss": float("nan"), "rates": [0.5, float("inf")]})
+    {'loss': None, 'rates': [0.5, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line cut short by a crash is left out."""
+    """The lines of a run's log; a last line cut short by a crash is left out, null is a number that was not finite."""
     rows = []
     path = run / LOG
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
+            rows.append({key: math.nan if value is None else value for key, value in json.loads(line).items()})
         except ValueError:
             continue
     return rows
@@ -54,7 +69,7 @@ class Reporter:
             return
         # A resumed run writes again what came after its checkpoint.
         rows = [row for row in read_log(run) if row["step"] <= start]
-        replace_file(run / LOG, "".join(json.dumps(row) + "\n" for row in rows))
+        replace_file(run / LOG, "".join(json.dumps(finite(row)) + "\n" for row in rows))
         self.file = open(run / LOG, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
         if tensorboard:
             try:
@@ -92,7 +107,7 @@ class Reporter:
             return
         plain = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         row = {"kind": kind, "step": step, "epoch": epoch, **plain, "time": round(time.time(), 3)}
-        self.file.write(json.dumps(row) + "\n")
+        self.file.write(json.dumps(finite(row)) + "\n")
         self.file.flush()
         if self.writer is not None and kind != "plan":
             for name, value in values.items():

@@ -158,7 +158,7 @@ def learning_rates(config: RunConfig, batch: int, steps_per_epoch: int, points: 
     parameter = nn.Parameter(torch.zeros(1))
     optimizer: Any = torch.optim.SGD([parameter], lr=scaled_lr(config.optimizer, batch))
     schedule = build_schedule(optimizer, config.schedule, steps_per_epoch)
-    total = config.schedule.epochs * steps_per_epoch
+    total = min(config.schedule.epochs * steps_per_epoch, config.train.max_steps or math.inf)
     curve = []
     for step in sorted({round(i * (total - 1) / max(1, points - 1)) for i in range(points)}):
         schedule.step_update(step)

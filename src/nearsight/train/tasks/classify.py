@@ -77,6 +77,21 @@ def refusals(config: ModelConfig, options: Mapping[str, Any]) -> Iterator[None]:
         raise UserError(f"model: {config.name} cannot be built with {asked} ({reason}).") from error
 
 
+@contextmanager
+def shown(config: ClassifyConfig) -> Iterator[None]:
+    """A sentence instead of what a network says about images it is not made for: their size, or too few at a time."""
+    try:
+        yield
+    except NearsightError:
+        raise
+    except (AssertionError, ValueError) as error:
+        size, batch = config.data.image_size, config.data.batch_size
+        raise UserError(
+            f"model: {config.model.name} cannot take data.batch_size={batch} images of {size}×{size} ({error}); "
+            f"set data.image_size, data.batch_size or what it has for that in model.options."
+        ) from error
+
+
 def finish_network(model: nn.Module, config: ModelConfig) -> nn.Module:
     """The config's settings that are no arguments of a model: BatchNorm's decay, recomputation."""
     if config.bn_decay is not None:
@@ -132,7 +147,12 @@ class Classify:
             settings = config.model.model_copy(update={"pretrained": False})
             model = create_network(settings, num_classes=classes, in_chans=data.channels)
             pixels = torch.zeros(2, data.channels, data.image_size, data.image_size)
-        return Facts(images, classes, model, lambda: model.train()(pixels), notes)
+
+        def forward() -> Any:
+            with shown(config):
+                return model.train()(pixels)
+
+        return Facts(images, classes, model, forward, notes)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:
@@ -173,7 +193,8 @@ class Classify:
         if self.mixup is not None and (config.mix_off_epoch is None or epoch < config.mix_off_epoch):
             images, targets = self.mixup(images, targets)
             smoothing = 0.0  # the mixed targets are smoothed already
-        logits = model(images)
+        with shown(self.config):
+            logits = model(images)
         if config.name == "bce":
             hot = targets if targets.dim() == 2 else F.one_hot(targets, logits.shape[1])
             hot = hot.to(logits.dtype) * (1 - smoothing) + smoothing / logits.shape[1]
@@ -199,7 +220,8 @@ class Classify:
         model.eval()
         for batch in self.evaluation.epoch(0):
             self.left_out.tell(batch.bad)
-            logits, targets = model(batch.images).float(), batch.targets
+            with shown(self.config):
+                logits, targets = model(batch.images).float(), batch.targets
             if batch.valid is not None:
                 logits, targets = logits[batch.valid], targets[batch.valid]
             images.update(len(targets))
