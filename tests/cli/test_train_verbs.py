@@ -77,6 +77,21 @@ def test_a_dry_run_counts_processes_micro_batches_and_what_is_held_out() -> None
     assert [step for step, _ in facts["lr_curve"]] == list(range(40))
 
 
+def test_a_dry_run_refuses_the_data_that_a_run_would(tmp_path: Path, capsys: Any) -> None:
+    from PIL import Image
+
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (4, 4)).save(tmp_path / name / "a.png")
+    words = ["train", "imagenet/plain90", f"data.source=folder:{tmp_path}", "--dry-run"]
+    assert main(words) == 2
+    assert "has no evaluation split; hold some of train out" in capsys.readouterr().err
+    # The sizes that a recipe states stand for data that is elsewhere, not for what is here and wrong.
+    (tmp_path / "cat" / "a.png").unlink()
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"nearsight train: data.source: class folder '{tmp_path}/cat' has no images.\n"
+
+
 def test_a_dry_run_adds_up_memory() -> None:
     config: Any = load_config("digits/conv_nano", BARE)
     task = task_class("classify").facts(config)

@@ -14,7 +14,7 @@ app = new_app()
 
 EXAMPLES = examples(
     "nearsight eval runs/demo/sasa_resnet_nano  # the run's best checkpoint",
-    "nearsight eval runs/demo/sasa_resnet_nano/checkpoints/step-00000042 --json",
+    "nearsight eval runs/demo/sasa_resnet_nano/checkpoints/step-00000147 --json",
     "nearsight eval sasa_resnet_nano.cifar10 data.root=FOLDER  # a network that comes with nearsight",
     "nearsight eval runs/flowers data.source=folder:OTHER_FLOWERS  # on other images of the same classes",
 )

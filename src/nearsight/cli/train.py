@@ -19,7 +19,7 @@ app = new_app()
 EXAMPLES = examples(
     "nearsight train --list  # the recipes",
     "nearsight train digits/sasa_nano  # a minute on a laptop",
-    "nearsight train cifar10/short_sasa_resnet26 data.root=DATA optimizer.lr=0.2  # keys of the recipe, changed",
+    "nearsight train cifar10/short_sasa_resnet26 data.root=DATA optimizer.lr=0.01  # keys of the recipe, changed",
     "nearsight train imagenet/qna_vit_tiny --dry-run  # what it would do",
     "nearsight train --copy cifar10/short_resnet26  # a file of your own to edit",
     "nearsight train --resume runs/cifar10-short_resnet26  # go on after an interruption",

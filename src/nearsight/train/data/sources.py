@@ -20,7 +20,7 @@ from nearsight.train.data.parquet import EVALUATION, held_out, parquet_files, re
 from nearsight.train.data.splits import ArrayImages, FileImages, ReaderImages, hold_out
 from nearsight.train.data.streams import stream_length
 
-__all__ = ["SIZES", "Source", "input_facts", "open_source", "split_source"]
+__all__ = ["Source", "input_facts", "open_source", "sizes_without_data", "split_source", "training_images"]
 
 KINDS = (
     "digits",
@@ -334,6 +334,16 @@ def _numbered(data: DataConfig) -> list[str]:
     return [str(n) for n in range(data.num_classes)]
 
 
+def sizes_without_data(data: DataConfig, error: UserError) -> tuple[int, int]:
+    """(training images, classes; 0: unknown) that a recipe states of data that is not here; what is here and wrong is refused."""
+    place = data.source.partition(":")[2] or data.root
+    if place is not None and Path(place).exists():
+        raise error
+    known = SIZES.get(data.source, (0, 0))
+    images = data.train_images or known[0]
+    return images - round(images * data.holdout), data.num_classes or known[1]
+
+
 def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]:
     """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence."""
     if data.holdout:
@@ -345,3 +355,9 @@ def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]
             f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
         )
     return source.train, source.evaluation
+
+
+def training_images(source: Source, data: DataConfig) -> int:
+    """How many images a run would train on, or the sentence that would end it."""
+    train, _ = split_source(source, data, seed=0)
+    return source.images if source.streamed else len(train)

@@ -17,7 +17,7 @@ from nearsight.train.config import ModelConfig, RunConfig, Section, given
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
-from nearsight.train.data.sources import SIZES, input_facts, open_source, split_source
+from nearsight.train.data.sources import input_facts, open_source, sizes_without_data, split_source, training_images
 from nearsight.train.tasks import Facts, Note
 
 __all__ = ["CONFIG", "TASK", "Classify", "ClassifyConfig", "create_network", "finish_network", "refusals"]
@@ -135,14 +135,13 @@ class Classify:
         data, notes = config.data, list[str]()
         try:
             source = open_source(data)
-            images, classes = source.images, len(source.classes)
         except UserError as error:
-            known = SIZES.get(data.source, (0, 0))
-            images, classes = data.train_images or known[0], data.num_classes or known[1]
+            images, classes = sizes_without_data(data, error)
             if not (images and classes):
                 raise
             notes.append(f"data not opened, sizes taken from the recipe: {error}")
-        images -= round(images * data.holdout)
+        else:
+            images, classes = training_images(source, data), len(source.classes)
         with torch.device("meta"):
             settings = config.model.model_copy(update={"pretrained": False})
             model = create_network(settings, num_classes=classes, in_chans=data.channels)

@@ -20,7 +20,14 @@ from nearsight.train.config import ModelConfig, RunConfig, validate
 from nearsight.train.data.batches import Batch, Where, build_batches
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
-from nearsight.train.data.sources import Source, input_facts, open_source, split_source
+from nearsight.train.data.sources import (
+    Source,
+    input_facts,
+    open_source,
+    sizes_without_data,
+    split_source,
+    training_images,
+)
 from nearsight.train.tasks import Facts, Note
 from nearsight.train.tasks.classify import create_network
 
@@ -132,13 +139,14 @@ class Reconstruct:
     def facts(config: ReconstructConfig) -> Facts:
         data, notes = config.data, list[str]()
         try:
-            images = _open(data).images
+            source = _open(data)
         except UserError as error:
-            if data.train_images is None:
+            images, _ = sizes_without_data(data, error)
+            if not images:
                 raise
             notes.append(f"data not opened, sizes taken from the recipe: {error}")
-            images = data.train_images
-        images -= round(images * data.holdout)
+        else:
+            images = training_images(source, data)
         with torch.device("meta"):
             model = _network(config.model.model_copy(update={"pretrained": False}), data.channels)
             pixels = torch.zeros(2, data.channels, data.image_size, data.image_size)
