@@ -159,6 +159,9 @@ def test_push(run: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["push", str(run), f"local-dir:{tmp_path / 'hub'}"]) == 0
     assert (tmp_path / "hub" / "model.safetensors").is_file()
     assert capsys.readouterr().out == f"wrote {tmp_path / 'hub'}\n"
+    (tmp_path / "file").touch()
+    assert main(["push", str(run), f"local-dir:{tmp_path / 'file'}"]) == 2
+    assert capsys.readouterr().err == f"nearsight push: cannot open '{tmp_path / 'file'}': File exists.\n"
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,19 @@ def test_bad_yaml_names_the_line() -> None:
 def test_a_key_that_is_there_twice_is_refused() -> None:
     with pytest.raises(UserError, match=r"^x: not valid YAML in line 3: 'train' is there twice\.$"):
         read_yaml("train: {seed: 1}\ndata: {source: digits}\ntrain: {max_steps: 1}", "x")
+    with pytest.raises(UserError, match=r"^optimizer\.options: 'beta' is there twice; got \{beta: 1, beta: 2\}\.$"):
+        parse_override("optimizer.options={beta: 1, beta: 2}")
+
+
+def test_a_colon_without_a_space_is_no_option_taken_back() -> None:
+    """YAML reads {eps:1e-3} as a key 'eps:1e-3' without a value, and null takes an option back: nothing would happen."""
+    with pytest.raises(
+        UserError, match=r"^optimizer\.options: 'eps:1e-3' has no value, wanted a space after its colon"
+    ):
+        parse_override("optimizer.options={eps:1e-3}")
+    assert parse_override('a={"eps":1, "b:c": 2, "d:e": null, f: }') == {
+        "a": {"eps": 1, "b:c": 2, "d:e": None, "f": None}
+    }
 
 
 def test_an_optimisers_own_options() -> None:

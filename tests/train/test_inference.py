@@ -51,6 +51,11 @@ def test_evaluation_wants_the_same_classes(run: Any, tmp_path: Path) -> None:
         evaluate(run[0], [f"data.source=folder:{tmp_path}"], device="cpu")
 
 
+def test_another_network_is_not_what_was_trained(run: Any) -> None:
+    with pytest.raises(UserError, match=r"got other keys of model for a trained network, wanted only those of data"):
+        evaluate(run[0], ["model.name=qna_vit_nano"], device="cpu")
+
+
 def test_predictions_are_the_networks(run: Any, tmp_path: Path) -> None:
     network = load_network(run[0])
     test: Any = open_source(network.data).evaluation

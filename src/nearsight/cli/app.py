@@ -136,7 +136,9 @@ def _mistake(error: Exception) -> str | None:
         if extra is not None:
             return f"needs {error.name}, which is not installed; run: pip install 'nearsight[{extra}]'."
     if (
-        isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+        isinstance(
+            error, FileNotFoundError | FileExistsError | PermissionError | IsADirectoryError | NotADirectoryError
+        )
         and error.filename
     ):
         return f"cannot open {str(error.filename)!r}: {error.strerror}."

@@ -164,7 +164,10 @@ def _preview(config: Any, as_json: bool) -> None:
     shown = [
         ("images per epoch", f"{facts['images_per_epoch']:,}"),
         ("classes", facts["classes"]),
-        ("images per step", f"{facts['batch']:,} ({facts['processes']} processes)"),
+        (
+            "images per step",
+            f"{facts['batch']:,} ({facts['processes']} process{'es' if facts['processes'] > 1 else ''})",
+        ),
         ("steps per epoch", f"{facts['steps_per_epoch']:,}"),
         ("steps", f"{facts['steps']:,}"),
         ("peak learning rate", f"{facts['lr']:.6g}"),

@@ -170,14 +170,17 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, and a key that is there twice a mistake."""
+    """YAML as people write it: 1e-3 is a number; a key that is there twice is a mistake, and so is {key:1} for {key: 1}."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
-        for key, _ in node.value:
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
             seen.add(str(key.value))
+            if ":" in key.value and key.style is None and value.value == "":
+                text = f"{key.value!r} has no value, wanted a space after its colon"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -217,6 +220,8 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"got {text!r}, wanted KEY=VALUE, for example optimizer.lr=0.1.")
     try:
         nested: Any = yaml.load(value, Loader=_Loader)
+    except yaml.constructor.ConstructorError as error:
+        raise UserError(f"{key.strip()}: {error.problem}; got {value}.") from error
     except yaml.YAMLError:
         nested = value
     for part in reversed(parts):

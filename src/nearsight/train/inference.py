@@ -101,10 +101,15 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics of a run or checkpoint on its evaluation split (or on another: `data.source=…`)."""
     network = load_network(path, average=average)
+    saved = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
     keys = network.checkpoint.state["config"]
     for override in overrides:
         keys = merge(keys, parse_override(override))
     config = config_from(keys, str(network.checkpoint.path))
+    if config.model != saved.model:
+        raise UserError(
+            f"{path}: got other keys of model for a trained network, wanted only those of data and train.seed."
+        )
     if config.task != network.task:
         raise UserError(f"{path}: got a checkpoint of task {network.task!r} with task={config.task}, wanted the same.")
     where = Where(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
