@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nearsight.errors import ArgumentValueError, BackendError
 
@@ -21,6 +22,7 @@ __all__ = [
     "full_precision",
     "register",
     "run",
+    "transform_refusal",
 ]
 
 
@@ -54,16 +56,31 @@ def _always(call: Any) -> str | None:
     return None
 
 
+def transform_refusal() -> str | None:
+    """Why no registered operator can run now ("needs …, got …"), or None: their gradients are those of autograd's backward.
+
+    In forward mode torch would take them for constants, without a word.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    transforms = torch._C._functorch  # type: ignore[attr-defined, unused-ignore]
+    gradients = (transforms.TransformType.Grad, transforms.TransformType.Jvp)
+    within = any(layer.key() in gradients for layer in transforms.get_interpreter_stack() or ())
+    if within or forward_ad._current_level >= 0:
+        return "needs gradients by autograd's backward, got a call within torch.func's or in forward mode"
+    return None
+
+
 def register(
     op: str, prepare: Callable[..., Any], *, triton: Any, native: Any = None, torch: Any, reference: Any
 ) -> OpEntry:
-    """Enter an op with the modules of its backends, fastest first; Triton's and the native one, if any, refuse calls."""
+    """Enter an op with the modules of its backends, fastest first; all but the reference may refuse calls."""
     _OPS[op] = OpEntry(
         prepare,
         (
             Backend("triton", triton.run, triton.refusal),
             *(() if native is None else (Backend("native", native.run, native.refusal),)),
-            Backend("torch", torch.run, _always),
+            Backend("torch", torch.run, getattr(torch, "refusal", _always)),
             Backend("reference", reference.run, _always),
         ),
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nearsight.ops import launching
-from nearsight.ops.dispatch import exporting
+from nearsight.ops.dispatch import exporting, transform_refusal
 
 __all__ = [
     "HAS_TRITON",
@@ -62,9 +62,9 @@ def common_refusal(tensor: Tensor, *others: Tensor | None) -> str | None:
     if tensor.dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got {str(tensor.dtype).removeprefix('torch.')}"
     for each in (tensor, *others):
-        if each is not None and _image_reach(each) >= INT32_LIMIT:
+        if each is not None and (_image_reach(each) >= INT32_LIMIT or _image_size(each) > INT32_LIMIT):
             return f"needs images of fewer than 2³¹ elements, got shape {list(each.shape)}"
-    return None
+    return transform_refusal()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
@@ -104,6 +104,14 @@ def _image_reach(tensor: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
 
 
+def _image_size(tensor: Tensor) -> int:
+    """Elements of an image, which results like it have side by side, whatever the tensor's own strides."""
+    size = 1
+    for each in tensor.shape[1:]:
+        size *= each
+    return size
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of a kernel's products: float32 means float32, never TF32 behind the user's back.
 
@@ -139,7 +147,11 @@ class _Kernel(NamedTuple):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """`kernel[grid](*arguments, **constants)`; within `compile_together` the kernel is only compiled, in another thread."""
+    """`kernel[grid](*arguments, **constants)`; within `compile_together` the kernel is only compiled, in another thread.
+
+    Products and sums are one step, which versions of Triton may or may not do unasked.
+    """
+    constants = {"enable_fp_fusion": True, **constants}
     waiting = _waiting.get()
     if waiting is None:
         launching.launch(kernel, grid, arguments, constants)

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from nearsight.ops import triton_support
+from nearsight.ops import launching, triton_support
 from nearsight.ops.triton_support import common_refusal, dot_precision
 from tests.ops.triton.interpreter import interpreted
 
@@ -45,6 +45,21 @@ def test_refuses_images_out_of_reach_of_32_bit_offsets():
     huge = torch.empty(1, device="meta").as_strided((2, 3), (1, 2**30))
     assert triton_support._image_reach(huge) == 2**31
     assert triton_support._image_reach(torch.empty(5, 0, 3)) < 2**31
+
+
+def test_refuses_images_whose_results_are_out_of_reach():
+    """Of an expanded tensor the gradient is dense."""
+    one = torch.empty(1, device="meta").expand(3, 2**16, 2**15, 1)
+    assert triton_support._image_reach(one) == 0
+    assert triton_support._image_size(one) == 2**31
+    wide = torch.zeros(1).expand(3, 2**16, 2**15 + 1, 1)
+    assert common_refusal_interpreted(wide) == f"needs images of fewer than 2³¹ elements, got shape {list(wide.shape)}"
+
+
+def common_refusal_interpreted(tensor):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_support, "INTERPRETED", True)
+        return common_refusal(tensor)
 
 
 def stand_in(stride, device="cpu"):
@@ -112,7 +127,7 @@ def test_a_launcher_is_made_while_its_kernel_is_compiled(monkeypatch, kind, make
 def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
     """A search walks all objects that torch has, several times in a first call."""
     during, before = [], gc.isenabled()
-    kernel = types.SimpleNamespace(src="", warmup=lambda grid: during.append(gc.isenabled()))
+    kernel = types.SimpleNamespace(src="", warmup=lambda grid, **_: during.append(gc.isenabled()))
     (gc.enable if collects else gc.disable)()
     try:
         triton_support.compile_together("nothing", lambda: triton_support.launch(kernel, (1,)))
@@ -124,7 +139,7 @@ def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
 
 def test_nothing_is_compiled_beforehand_while_a_graph_is_captured(driver, monkeypatch):
     order = []
-    kernel = types.SimpleNamespace(src="", warmup=lambda grid: order.append(grid))
+    kernel = types.SimpleNamespace(src="", warmup=lambda grid, **_: order.append(grid))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     triton_support.compile_together("later", lambda: triton_support.launch(kernel, (1,)))
     assert order == []
@@ -137,7 +152,7 @@ def test_nothing_is_compiled_beforehand_while_a_graph_is_captured(driver, monkey
 def test_what_only_the_threads_got_wrong_is_mended(driver, monkeypatch):
     order = []
 
-    def warmup(name, grid):
+    def warmup(name, grid, **_):
         order.append(name)
 
     class Failed(triton_support._Loader):
@@ -169,11 +184,21 @@ def test_the_longest_kernel_is_compiled_first(driver):
 
     def launches():
         for length in (3, 5, 1):
-            kernel = types.SimpleNamespace(src="x" * length, warmup=lambda n, grid: order.append((n, grid)))
+            kernel = types.SimpleNamespace(src="x" * length, warmup=lambda n, grid, **_: order.append((n, grid)))
             triton_support.launch(kernel, (length,), length)
 
     triton_support.compile_together("three", launches)
     assert order == [(5, (5,)), (3, (3,)), (1, (1,))]
+
+
+def test_products_and_sums_are_one_step(driver, monkeypatch):
+    """Said to every launch and compilation: what Triton does unasked changes with its version."""
+    given = []
+    kernel = types.SimpleNamespace(src="", warmup=lambda grid, **options: given.append(options))
+    triton_support.compile_together("one step", lambda: triton_support.launch(kernel, (1,), num_warps=2))
+    monkeypatch.setattr(launching, "launch", lambda kernel, grid, arguments, constants: given.append(constants))
+    triton_support.launch(kernel, (1,), num_warps=2)
+    assert given == [{"enable_fp_fusion": True, "num_warps": 2}] * 2
 
 
 def test_the_python_of_two_compilations_takes_turns(monkeypatch):

@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearsight.ops.dispatch import exporting
+from nearsight.ops.dispatch import exporting, transform_refusal
 from nearsight.ops.local import export_form
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.tiles import Tiles, make_plan
 
-__all__ = ["run"]
+__all__ = ["refusal", "run"]
 
 # Logits held at once: on a CPU about what its cache holds, elsewhere enough to fill the machine.
 BUDGET_CPU, BUDGET = 1 << 18, 1 << 24
+
+
+def refusal(call: LocalCall) -> str | None:
+    """Why the operator cannot run this call, or None."""
+    return None if exporting() else transform_refusal()
 
 
 def run(call: LocalCall) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearsight.ops import native_support
-from nearsight.ops.dispatch import exporting
+from nearsight.ops.dispatch import exporting, transform_refusal
 from nearsight.ops.qna import torch_impl
 from nearsight.ops.qna.call import QnACall
 
@@ -41,7 +41,7 @@ def refusal(call: QnACall) -> str | None:
     # Otherwise the loops run number by number, and torch is faster.
     if heads % 4 != 0 and dim % 8 != 0 and _work(call.values, queries, call.window, call.stride) >= OWN_LIBRARY:
         return f"needs heads by fours or channels by eights for a call as large as this, got {heads} heads of {dim}"
-    return _machine_refusal()
+    return transform_refusal() or _machine_refusal()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearsight.ops.dispatch import exporting, full_precision
+from nearsight.ops.dispatch import exporting, full_precision, transform_refusal
 from nearsight.ops.qna import export_form
 from nearsight.ops.qna.call import QnACall
 from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
 from nearsight.ops.qna.sums import Sums
 
-__all__ = ["complete", "empty_output", "like_inputs", "run"]
+__all__ = ["complete", "empty_output", "like_inputs", "refusal", "run"]
+
+
+def refusal(call: QnACall) -> str | None:
+    """Why the operator cannot run this call, or None."""
+    return None if exporting() else transform_refusal()
 
 
 def run(call: QnACall) -> Tensor:

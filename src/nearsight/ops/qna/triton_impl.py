@@ -158,7 +158,6 @@ class Problem(NamedTuple):
             "STACK": self.stack,
             "PARTS": _parts(self.values),
             "num_warps": 1,
-            "enable_fp_fusion": True,
             **early_launch(self.values.device),
             # An option of NVIDIA's compiler alone.
             **({} if g.registers is None or torch.version.hip is not None else {"maxnreg": g.registers}),
