@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nearsight.errors import BackendError
 from nearsight.ops import backends, local_attention, local_attention_projected
 from nearsight.ops.local.call import prepare
 from nearsight.ops.local.geometry import TALLEST_WALK, plan
@@ -252,6 +253,186 @@ def test_sums_of_the_tables_shares(tables, programs, heads, dim):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("size", "window", "dilation", "change"),
+    [
+        ((3, 4), (1, 1), (1, 1), {}),
+        ((1, 1), (3, 5), (1, 1), {}),
+        ((2, 3), (3, 3), (2, 3), {"dtype": BFLOAT, "mask": 0.7}),
+        ((1, 7), (2, 1), (1, 1), {"dtype": BFLOAT}),
+        ((4, 1), (13, 3), (4, 1), {"content": False}),
+    ],
+)
+def test_the_only_key_has_all_the_weight(size, window, dilation, change):
+    """Whatever its logit: nothing of a rounding error may be left in the gradients of what makes it."""
+    inputs = make(size=size, window=window, **change)
+    leaves = {n: t.requires_grad_() for n, t in inputs.items() if t is not None and n != "key_mask"}
+    out = local_attention(**inputs, window=window, dilation=dilation, backend="triton")
+    found = dict(zip(leaves, torch.autograd.grad(out.square().sum(), list(leaves.values())), strict=True))
+    assert found.pop("v").any()
+    assert not any(gradient.any() for gradient in found.values())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "dilation", "constant", "others"),
+    [((1, 6), 1, "rel_row", ("q", "k", "rel_col")), ((5, 3), (1, 3), "rel_col", ("q", "k", "rel_row"))],
+)
+def test_one_tap_of_an_axis_adds_the_same_to_every_logit(size, dilation, constant, others):
+    inputs = {n: t if t is None else t.requires_grad_() for n, t in make(size=size).items()}
+    local_attention(**inputs, window=3, dilation=dilation, backend="triton").square().sum().backward()
+    assert not inputs[constant].grad.any()
+    assert all(inputs[name].grad.any() for name in others)
+    # Beyond a border of zeros there are more taps.
+    compare(make(size=size), dilation=dilation, border="zeros")
+    compare(make(size=size, content=False, tables="column" if constant == "rel_col" else "row"), dilation=dilation)
+
+
+@interpreted
+@pytest.mark.parametrize("border", ["mask", "zeros"])
+def test_dilation_beyond_the_map(border):
+    """Takes no more programs than one that just leaves it."""
+    from nearsight.ops.local.triton_impl import _call
+
+    inputs = make(size=(3, 2), heads=1)
+    q, k, v = (inputs[name] for name in "qkv")
+    assert _call(q, k, v, None, None, None, [3, 3], [10**9, 7], False, 1.0).dilation == (3, 2)
+    compare(inputs, dilation=(5, 7), border=border)
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [4, 17, 40, 96, 128])
+def test_more_head_dims(dim):
+    """Padded inside to 4, 32, 64 and 128."""
+    compare(make(BFLOAT, (2, 3), heads=1, dim=dim, tables="none" if dim % 2 else "shared", mask=0.8))
+
+
+@interpreted
+def test_views_that_are_not_copied():
+    """Holes between pixels, rows and columns exchanged, an odd start, one image for all: the same numbers."""
+    q, k, v = torch.randn(3, 2, 3, 10, 2, 16, generator=torch.Generator().manual_seed(0)).to(BFLOAT)
+    k = k[:1].expand(2, -1, -1, -1, -1)
+    want = local_attention(q, k.contiguous(), v, window=3, backend="triton")
+    holes = torch.stack([q, v], 3)[:, :, :, 0]
+    exchanged = v.transpose(1, 2).contiguous().transpose(1, 2)
+    odd = torch.cat([v.new_zeros(1), v.flatten()])[1:].view(v.shape)
+    for values in (exchanged, odd):
+        assert torch.equal(local_attention(holes, k, values, window=3, backend="triton"), want)
+
+
+@interpreted
+def test_boxes_are_not_cut_of_expanded_tensors():
+    """The copy engine knows no steps of 0."""
+    whole = torch.zeros(2, 3, 9, 2, 16, dtype=BFLOAT)
+    call = prepare(whole, whole, whole, window=9)  # too wide for a row at a time
+    assert prepare_launch(call, "forward").constants["BOXES"]
+    assert not prepare_launch(call._replace(k=whole[:1].expand_as(whole)), "forward").constants["BOXES"]
+
+
+@interpreted
+def test_more_images_than_a_launch_takes():
+    from nearsight.ops.local import launches
+
+    assert launches.MOST_IMAGES <= 65535
+    launches.MOST_IMAGES, before = 2, launches.MOST_IMAGES
+    grids, launch = [], launches.launch_kernel
+    launches.launch_kernel = lambda kernel, grid, *args, **named: (
+        grids.append(grid) or launch(kernel, grid, *args, **named)
+    )
+    try:
+        compare(make(size=(2, 9), batch=5, heads=1))
+    finally:
+        launches.MOST_IMAGES, launches.launch_kernel = before, launch
+    assert [grid[1] for grid in grids[2:5]] == [2, 2, 1]
+
+
+def test_shares_beyond_32_bit_offsets():
+    """The relative tables' gradients of 2¹⁸ small images of eight heads of 64 channels."""
+    q = torch.zeros(1, dtype=BFLOAT).expand(2**18, 3, 3, 8, 64)
+    for batch, far in ((2**18, True), (2**17, False)):
+        call = prepare(q[:batch], q[:batch], q[:batch], window=(3, 3), rel_row=torch.zeros(3, 32, dtype=BFLOAT))
+        assert prepare_launch(call, "walk").constants["FAR"] == far
+        assert not prepare_launch(call._replace(q=q[:1], k=q[:1], v=q[:1]), "queries").constants["FAR"]
+
+
+@interpreted
+@pytest.mark.parametrize("window", [(3, 3), (13, 3)])
+def test_offsets_of_64_bits(window):
+    from nearsight.ops.local import launches
+
+    launches.INT32_LIMIT, before = 1, launches.INT32_LIMIT
+    try:
+        compare(make(size=(3, 9), window=window, heads=1), window)
+    finally:
+        launches.INT32_LIMIT = before
+
+
+def short_of_memory(refuses):
+    """Have launches that `refuses` (kernel, constants) fail as on a GPU with too little shared memory; what was launched."""
+    from triton.runtime.errors import OutOfResources
+
+    from nearsight.ops.local import launches
+
+    launched, launch = [], launches.launch_kernel
+
+    def attempt(kernel, grid, *arguments, **constants):
+        if refuses(kernel.fn.__name__, constants):
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        launched.append((kernel.fn.__name__, constants))
+        launch(kernel, grid, *arguments, **constants)
+
+    launches.launch_kernel = attempt
+    return launched, lambda: setattr(launches, "launch_kernel", launch)
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "dim", "window"), [(BFLOAT, 16, (3, 9)), (FLOAT, 8, (3, 3)), (BFLOAT, 64, (5, 3))])
+def test_gpus_with_little_shared_memory(dtype, dim, window):
+    """No loads ahead, fewer keys at a time, two passes instead of a walk; found out once, then remembered."""
+    most = 32
+
+    def refuses(name, constants):
+        keys = constants.get("NR", 0) * constants.get("NC", 0)
+        return name == "backward" or (name in ("forward", "backward_queries", "backward_keys") and keys > most)
+
+    inputs = make(dtype, (4, 9), heads=1, dim=dim, window=window, mask=0.8)
+    launched, restore = short_of_memory(refuses)
+    try:
+        compare(inputs, window)
+        assert {"backward_queries", "backward_keys"} <= {name for name, _ in launched}
+        from nearsight.ops.local import fitting
+
+        assert max(fitting._lean.values()) >= 2
+    finally:
+        restore()
+
+
+@interpreted
+def test_a_gpu_without_shared_memory_gets_a_sentence():
+    _, restore = short_of_memory(lambda *_: True)
+    try:
+        q = make(size=(2, 3), heads=1)["q"]
+        with pytest.raises(BackendError) as raised:
+            local_attention(q, q, q, window=(2, 3), backend="triton")
+    finally:
+        restore()
+    assert str(raised.value) == (
+        "local_attention: backend 'triton' cannot run this call: window 2×3 with head dim 8 needs 300000 bytes of shared "
+        "memory, got a GPU with 232448; use backend='torch'."
+    )
+
+
+def test_no_option_of_nvidias_compiler_on_other_gpus(monkeypatch):
+    """AMD's refuses what it does not know."""
+    q = torch.zeros(2, 9, 21, 2, 16, dtype=BFLOAT, device="meta")
+    call = prepare(q, q, q, window=9)
+    for version, expected in ((None, True), ("6.3", False)):
+        monkeypatch.setattr(torch.version, "hip", version)
+        monkeypatch.setattr("nearsight.ops.local.launches._has_copy_engine", lambda index: False)
+        assert ("maxnreg" in prepare_launch(call, "forward").constants) == expected
+
+
+@interpreted
 def test_queries_without_any_key():
     inputs = make(mask=0.5, size=(4, 5))
     inputs["key_mask"][:, :3, :4] = False
@@ -326,6 +507,49 @@ def test_twice_gives_the_same_bits():
 
     for one, other in zip(gradients(), gradients(), strict=True):
         assert torch.equal(one, other)
+
+
+@interpreted
+def test_the_registered_ops_are_sound():
+    """Schema, fake kernel, autograd registration and tracing, as torch checks them; then one graph for every size."""
+    from nearsight.ops.local import triton_impl
+
+    inputs = make(size=(2, 3), mask=0.8)
+    q, k, v, row, column = (t.requires_grad_() for n, t in inputs.items() if n != "key_mask")
+    tables = row.detach()[None].requires_grad_(), None, inputs["key_mask"]
+    options = ([3, 3], [1, 1], False, 1.0)
+    torch.library.opcheck(triton_impl._forward_op, (q, k, v, *tables, *options))
+    pixels, weight = torch.randn(1, 6, 5, requires_grad=True), torch.randn(48, 5, requires_grad=True)
+    packed = torch.nn.functional.linear(pixels, weight).view(1, 2, 3, 3, 2, 8).detach()
+    torch.library.opcheck(triton_impl._projected_forward_op, (packed, pixels, weight, None, *tables, *options))
+
+    graphs = []
+
+    def run(q, k, v, row, column):
+        return local_attention(q, k, v, window=3, rel_row=row, rel_col=column, backend="triton").sin()
+
+    def count(module, _):
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(run, backend=count, fullgraph=True, dynamic=True)
+    for size in ((5, 6), (7, 9), (6, 5)):
+        leaves = [torch.randn(2, *size, 2, 8, requires_grad=True) for _ in range(3)]
+        found = [torch.autograd.grad(f(*leaves, row, column).sum(), [*leaves, row]) for f in (run, compiled)]
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert len(graphs) == 1
+
+
+@interpreted
+@pytest.mark.parametrize("only", ["q", "k", "v", "rel_row", "rel_col"])
+def test_one_gradient_alone(only):
+    inputs = make(size=(2, 3))
+    whole = {n: t.clone().requires_grad_() for n, t in inputs.items() if t is not None}
+    local_attention(**whole, window=3, backend="triton").square().sum().backward()
+    inputs[only].requires_grad_()
+    local_attention(**inputs, window=3, backend="triton").square().sum().backward()
+    assert torch.equal(inputs[only].grad, whole[only].grad)
+    assert all(t is None or t.grad is None for n, t in inputs.items() if n != only)
 
 
 @interpreted

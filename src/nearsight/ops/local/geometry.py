@@ -24,10 +24,11 @@ class Plan(NamedTuple):
     splits: int
 
 
-def plan(call: LocalCall, kernel: str) -> Plan:
+def plan(call: LocalCall, kernel: str, lean: int = 0) -> Plan:
     """How `kernel` ("forward", "walk", "queries" or "keys") cuts a call.
 
-    Maps that fit a tile, as a whole or by their rows, have tiles of their own (`_fit`); all others are cut into strips.
+    Maps that fit a tile, as a whole or by their rows, have tiles of their own (`_fit`); all others are cut into strips. The more
+    `lean`, the less shared memory a program takes.
     """
     batch, height, width, heads, dim = call.q.shape
     (kh, kw), (dil_y, dil_x) = call.window, call.dilation
@@ -38,7 +39,7 @@ def plan(call: LocalCall, kernel: str) -> Plan:
     wanted = 4 if device.type == "cpu" else 12 * multiprocessors(device)
 
     def cut(fit: str) -> Plan:
-        shape = geometry(dim, heads, kh, kw, size, kernel, fit)
+        shape = geometry(dim, heads, kh, kw, size, kernel, fit, lean)
         return _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted)
 
     fit = _fit(dim, size, kernel, *lattice, call.border == "zeros")
@@ -129,7 +130,7 @@ def _fit(dim: int, size: int, kernel: str, height: int, width: int, zeros: bool)
 
 
 @functools.lru_cache(maxsize=256)
-def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit: str = "") -> Geometry:
+def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit: str = "", lean: int = 0) -> Geometry:
     """A fixed choice per kernel, head-dim class, window and `_fit`, never per image size. `size` is bytes per element."""
     padded = next_power_of_two(dim)
     choice = CHOICES["walk" + fit if kernel == "walk" else "forward" + fit, max(8, padded)]
@@ -139,6 +140,8 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit
         # Left to itself, ptxas gives some float32 walks 32 registers, and spills twice as much.
         registers = 255 if kernel == "walk" else None
         choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=registers)
+    if lean > 0:
+        choice = choice._replace(stages=1, keys=choice.keys >> lean)
     # Products need a depth of 16: heads of fewer channels share one.
     g = max(min(choice.g, next_power_of_two(heads)), 16 // padded)
     nc = tx if whole_x else next_power_of_two(tx + kw - 1)
@@ -149,6 +152,8 @@ def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit
         nc = 16
     # In the walk a chunk is as tall as a tile.
     nr = ty if kernel == "walk" else min(max(choice.keys // nc, 1), next_power_of_two(rows))
+    if lean > 0:
+        nr = max(nr, 16 // nc)
     launch = (choice.warps, choice.stages, choice.registers, choice.boxes and not by_row)
     return Geometry(ty, tx, g, nr, nc, ceil_div(rows, nr), *launch, whole_y, whole_x, by_row)
 

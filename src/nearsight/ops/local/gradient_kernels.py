@@ -163,6 +163,7 @@ def backward(
     ZEROS: tl.constexpr,
     WHOLE_Y: tl.constexpr,
     WHOLE_X: tl.constexpr,
+    FAR: tl.constexpr,
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -363,7 +364,10 @@ def backward(
         if HAS_K:
             tl.store(dk_ptr + done, (dk[i] * scale).to(dtype), mask=there[:, None] & real[None, :])
     if HAS_REL:
-        at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
+        walk = tl.program_id(0)
+        if FAR:
+            walk = walk.to(tl.int64)
+        at = (walk * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
         if PAIRS:
             place = tl.arange(0, HS)[:, None]
             inner = place * (G * DP) + c[None, :]

@@ -11,15 +11,27 @@ import torch
 from torch import Tensor
 
 from nearsight.ops.local.call import LocalCall
+from nearsight.ops.local.fitting import fitted
 from nearsight.ops.local.geometry import TALLEST_WALK, ceil_div, plan
 from nearsight.ops.sums import add_rows
-from nearsight.ops.triton_support import INTERPRETED, compile_together, dot_precision, meta_like, next_power_of_two
+from nearsight.ops.triton_support import (
+    INT32_LIMIT,
+    INTERPRETED,
+    compile_together,
+    dot_precision,
+    meta_like,
+    next_power_of_two,
+)
 from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
 
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
+
+
+# Of one launch whose second axis they are (at most 65,535); so many that the next ones' tensors begin aligned too.
+MOST_IMAGES = 32_768
 
 
 class Launch(NamedTuple):
@@ -31,11 +43,11 @@ class Launch(NamedTuple):
     by_row: bool
 
 
-def prepare_launch(call: LocalCall, kernel: str) -> Launch:
-    """Of "forward", "walk", "queries" or "keys"."""
+def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
+    """Of "forward", "walk", "queries" or "keys"; `lean` as in `geometry.plan`."""
     q, k, v, rel_row, rel_col, key_mask, (kh, kw), (dil_y, dil_x), border, scale = call
     batch, height, width, heads, dim = q.shape
-    shape, strips, tiles, groups, splits = plan(call, kernel)
+    shape, strips, tiles, groups, splits = plan(call, kernel, lean)
     key = q if k is None else k
     runtime = {
         "H": height,
@@ -59,7 +71,7 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
         "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else rel_col.stride(0),
         "scale_log2": scale * math.log2(math.e),
     }
-    constants = {
+    constants: dict[str, Any] = {
         "KH": kh,
         "KW": kw,
         "D": dim,
@@ -96,9 +108,14 @@ def prepare_launch(call: LocalCall, kernel: str) -> Launch:
     if kernel == "forward":
         constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
-    if shape.registers is not None and q.device.type != "cpu":
+    # An option of NVIDIA's compiler alone.
+    if shape.registers is not None and q.device.type != "cpu" and torch.version.hip is None:
         constants["maxnreg"] = shape.registers
-    return Launch((batch * dil_y * dil_x * strips * splits, groups), runtime, constants, shape.by_row)
+    grid = (batch * dil_y * dil_x * strips * splits, groups)
+    if kernel in ("walk", "queries"):
+        # Shares of the relative tables' gradients that no 32-bit offset reaches.
+        constants["FAR"] = grid[0] * groups * 2 * constants["HS"] * shape.g * constants["DP"] >= INT32_LIMIT
+    return Launch(grid, runtime, constants, shape.by_row)
 
 
 @functools.cache
@@ -109,10 +126,11 @@ def _has_copy_engine(index: int | None) -> bool:
 def _boxable(t: Tensor) -> bool:
     """Whether the copy engine can cut boxes of pixels and heads out of [B, H, W, heads, D]."""
     dim, size = t.shape[-1], t.element_size()
-    steps = [stride * size % 16 for stride in t.stride()[:3]]
+    # Steps of 16 bytes; none of 0, as of an expanded tensor.
+    steps = all(stride > 0 and stride * size % 16 == 0 for stride in t.stride()[:3])
     fits = size == 2 and dim >= 8 and dim == next_power_of_two(dim) and t.stride(3) == dim
     able = INTERPRETED or (t.device.type != "cpu" and _has_copy_engine(t.device.index))
-    return able and fits and not any(steps) and t.data_ptr() % 16 == 0
+    return able and fits and steps and t.data_ptr() % 16 == 0
 
 
 def _source(t: Tensor, constants: dict[str, Any]) -> Any:
@@ -153,7 +171,7 @@ def attend(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> tu
     out, lse = empty_outputs(call.q)
     if out.numel() > 0:
         compile_together(_class_of(call, into is not None), lambda: _compile(call, into))
-        _launch_forward(call, out, lse)
+        fitted(_class_of(call, "forward"), call, lambda lean: _launch_forward(call, out, lse, lean))
     return out, lse
 
 
@@ -184,11 +202,11 @@ def _compile(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> 
         _launch_gradients(call, out, out, lse, into(call))
 
 
-def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor) -> None:
+def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor, lean: int = 0) -> None:
     from nearsight.ops.local import kernels, strip_kernels
 
     q, k, v = call.q, call.k, call.v
-    launch = prepare_launch(call, "forward")
+    launch = prepare_launch(call, "forward", lean)
     with torch.cuda.device_of(q):
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         launch_kernel(
@@ -222,16 +240,21 @@ def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gra
         places = Gradients(meta_like(into.q), None if into.k is None else meta_like(into.k), meta_like(into.v))
         _launch_gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse), places)
 
-    compile_together(_class_of(call, "gradients"), compile_own)
-    return _launch_gradients(call, grad, out, lse, into)
+    key = _class_of(call, "gradients")
+    compile_together(key, compile_own)
+    return fitted(key, call, lambda lean: _launch_gradients(call, grad, out, lse, into, lean))
 
 
-def _launch_gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gradients) -> list[Tensor]:
+def _launch_gradients(
+    call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gradients, lean: int = 0
+) -> list[Tensor]:
     q, k, v, rel_row, rel_col, *_ = call
     tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
     found = [t for t in tables if t is not None]
-    walk = call.window[0] <= TALLEST_WALK
-    launch = prepare_launch(call, "walk" if walk else "queries")
+    can_walk = call.window[0] <= TALLEST_WALK
+    walk = can_walk and lean < 2
+    lean -= 0 if walk or not can_walk else 2
+    launch = prepare_launch(call, "walk" if walk else "queries", lean)
     shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)
     read = _Read(q, q if k is None else k, v, out, grad, lse, *_positions_and_mask(call))
@@ -240,14 +263,28 @@ def _launch_gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, i
         if walk:
             _walk(read, launch, numbers, into, partial)
         else:
-            _two_passes(read, launch, prepare_launch(call, "keys"), numbers, into, partial)
+            _two_passes(read, launch, prepare_launch(call, "keys", lean), numbers, into, partial)
         if found:
             _sum_relative(partial, launch, *tables)
-    for table in found:
-        if table.shape[-2] == 1:
-            # One tap adds the same to every logit of a query: what is left of its gradient is rounding.
-            table.zero_()
+    for t in _constant(call, into, *tables):
+        t.zero_()
     return found
+
+
+def _constant(call: LocalCall, into: Gradients, drow: Tensor | None, dcol: Tensor | None) -> list[Tensor]:
+    """Gradients of which only rounding would be left.
+
+    Where a query meets one tap of an axis, that axis adds the same to all of its logits. Where it meets one of both, its only
+    key has all the weight whatever the logit.
+    """
+    rows, columns = (
+        taps == 1 or (call.border == "mask" and size <= dilation)
+        for taps, size, dilation in zip(call.window, call.q.shape[1:3], call.dilation, strict=True)
+    )
+    both = rows and columns
+    terms = both or (call.k is None and (drow is None or rows) and (dcol is None or columns))
+    said = ((drow, rows), (dcol, columns), (into.q, terms), (into.k, both))
+    return [t for t, constant in said if constant and t is not None]
 
 
 class _Read(NamedTuple):
@@ -291,25 +328,29 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
     channels = heads * dim
     padded = next_power_of_two(channels)
     pixels = max(1, 4096 // padded)
-    launch_kernel(
-        sum_kernels.merge,
-        (ceil_div(height * width, pixels), batch),
-        dk_share,
-        dv_share,
-        dv if dk is None else dk,
-        dv,
-        **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
-        per_split=per_split,
-        grad_pixel=numbers["grad_pixel"],
-        CHANNELS=channels,
-        CP=padded,
-        GROUP=group,
-        **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
-        OVER_Y=1 if use["splits"] == 1 else 2,
-        OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
-        PIXELS=pixels,
-        num_warps=4,
-    )
+    walks = launch.grid[0] // batch
+    for first in range(0, batch, MOST_IMAGES):
+        images = slice(first, min(first + MOST_IMAGES, batch))
+        shares = slice(images.start * walks, images.stop * walks)
+        launch_kernel(
+            sum_kernels.merge,
+            (ceil_div(height * width, pixels), images.stop - images.start),
+            dk_share[shares],
+            dv_share[shares],
+            (dv if dk is None else dk)[images],
+            dv[images],
+            **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
+            per_split=per_split,
+            grad_pixel=numbers["grad_pixel"],
+            CHANNELS=channels,
+            CP=padded,
+            GROUP=group,
+            **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
+            OVER_Y=1 if use["splits"] == 1 else 2,
+            OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
+            PIXELS=pixels,
+            num_warps=4,
+        )
 
 
 def _two_passes(

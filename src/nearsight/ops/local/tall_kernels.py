@@ -69,6 +69,7 @@ def backward_queries(
     HAS_COL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     ZEROS: tl.constexpr,
+    FAR: tl.constexpr,
     LARGE: tl.constexpr,
     LSE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -164,7 +165,10 @@ def backward_queries(
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
     if HAS_REL:
-        at = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
+        walk = tl.program_id(0)
+        if FAR:
+            walk = walk.to(tl.int64)
+        at = (walk * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
         inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
         tl.store(drel_ptr + at + inner, drel * scale)
 

@@ -55,7 +55,9 @@ def _rest(call: LocalCall) -> tuple[Any, ...]:
 
 def _call(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> LocalCall:
     """The call again, from what `_rest` left."""
-    rel_row, rel_col, key_mask, (kh, kw), (dil_y, dil_x), zeros, scale = rest
+    rel_row, rel_col, key_mask, (kh, kw), dilation, zeros, scale = rest
+    # Taps farther apart than the map is long lie outside it all the same, and each step of dilation is a program.
+    dil_y, dil_x = (min(step, max(size, 1)) for step, size in zip(dilation, q.shape[1:3], strict=True))
     return LocalCall(q, k, v, rel_row, rel_col, key_mask, (kh, kw), (dil_y, dil_x), "zeros" if zeros else "mask", scale)
 
 
