@@ -230,3 +230,19 @@ def test_refusals(kind, size, dtype, sentence):
     radius = None if kind == "linear" else 0.75
     report = backends("explicit_attention", torch.zeros(1, *size, 2, dtype=dtype), kind=kind, radius=radius)[0]
     assert report == ("triton", False, sentence)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("radii", "size", "sentence"),
+    [
+        (512, (3, 33), "needs at most 511 radii on maps of more than 32 pixels, got 512"),
+        (511, (3, 33), None),
+        (512, (3, 32), None),
+    ],
+)
+def test_refuses_tables_out_of_reach_of_32_bit_offsets(radii, size, sentence):
+    """Of 1024 pixels a side: 512 · 4 · 2²⁰ numbers."""
+    values = torch.zeros(1, *size, radii)
+    report = backends("explicit_attention", values, kind="gaussian", radius=torch.ones(radii))[0]
+    assert report == ("triton", sentence is None, sentence)

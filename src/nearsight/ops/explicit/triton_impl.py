@@ -20,6 +20,8 @@ from nearsight.ops.triton_support import common_refusal, compile_together, launc
 __all__ = ["refusal", "run"]
 
 MAX_SIDE = 1024
+# Each has four matrices of up to MAX_SIDE², reached by 32-bit offsets.
+MAX_RADII = 511
 
 
 def refusal(call: ExplicitCall) -> str | None:
@@ -31,6 +33,8 @@ def refusal(call: ExplicitCall) -> str | None:
         return f"needs one of the kinds {', '.join(SEPARABLE_KINDS)}, got {call.kind}"
     if max(call.values.shape[1:3]) > MAX_SIDE:
         return f"needs maps of at most {MAX_SIDE} pixels per axis, got {call.values.shape[1]}×{call.values.shape[2]}"
+    if call.heads > MAX_RADII and not _is_small(call.values):
+        return f"needs at most {MAX_RADII} radii on maps of more than {whole.LARGEST} pixels, got {call.heads}"
     return None
 
 
