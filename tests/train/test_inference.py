@@ -16,6 +16,7 @@ from nearsight.errors import UserError
 from nearsight.train.data.sources import open_source
 from nearsight.train.engine import fit
 from nearsight.train.inference import evaluate, load_network, pixels_of, predict, push
+from nearsight.train.tasks import task_class
 from tests.train.support import small
 
 
@@ -108,6 +109,32 @@ def test_a_card_that_describes_no_network_is_refused(run: Any, tmp_path: Path) -
         state.write_text(json.dumps({k: v for k, v in {**saved, "card": card}.items() if v is not None}))
         with pytest.raises(UserError, match=sentence):
             load_network(state.parent)
+
+
+@pytest.mark.parametrize("name", ["resnet_nano.cifar10", "qna_vit_nano.cifar10", "expatt_resnet_nano.cifar10"])
+def test_hub_round_trip_of_a_network_with_a_tag(name: str, tmp_path: Path) -> None:
+    """The tag stands for a wider network than the plain name, which the hub's format has for an architecture."""
+    folder = push(name, f"local-dir:{tmp_path / 'hub'}")
+    images = torch.randn(2, 3, 16, 19)
+    back = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    assert torch.equal(back(images), load_network(name).model(images))
+
+
+def test_hub_round_trip_of_a_nano_network(tmp_path: Path) -> None:
+    fit(small(model={"name": "resnet_nano"}, train={"max_steps": 1}), tmp_path / "run", quiet=True)
+    folder = push(tmp_path / "run", f"local-dir:{tmp_path / 'hub'}")
+    back = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    images = torch.randn(2, 1, 8, 11)
+    assert torch.equal(back(images), load_network(tmp_path / "run").model(images))
+
+
+def test_a_network_that_went_on_from_published_weights(tmp_path: Path) -> None:
+    config: Any = small(model={"name": "resnet_nano", "pretrained": True}, train={"max_steps": 1})
+    trained = fit(config, tmp_path, quiet=True)
+    network = load_network(tmp_path)
+    assert sum(p.numel() for p in network.model.parameters()) == trained.parameters
+    facts = task_class("classify").facts(config)
+    assert sum(p.numel() for p in facts.model.parameters()) == trained.parameters
 
 
 def test_hub_round_trip(run: Any, tmp_path: Path) -> None:

@@ -120,8 +120,15 @@ def cifar10_cfg(name: str, **overrides: Any) -> dict[str, Any]:
 def wants_cifar10(pretrained: bool, keywords: Mapping[str, Any]) -> bool:
     """Whether a call of a nano network means the wider one that was trained on CIFAR-10: by its tag, or by asking for weights.
 
+    A cfg that comes with weights of its own (from the hub, or a folder in its format) carries the tag of the network they fit.
+
     >>> wants_cifar10(False, {"pretrained_cfg": "cifar10"}), wants_cifar10(False, {}), wants_cifar10(True, {})
     (True, False, True)
+    >>> wants_cifar10(True, {"pretrained_cfg": {"tag": "cifar10"}}), wants_cifar10(True, {"pretrained_cfg": {"mean": 0.5}})
+    (True, False)
     """
-    tag = keywords.get("pretrained_cfg")
-    return tag == "cifar10" or (pretrained and tag is None)
+    cfg = keywords.get("pretrained_cfg")
+    if cfg is None:
+        return pretrained
+    tag = cfg.get("tag") if isinstance(cfg, Mapping) else getattr(cfg, "tag", cfg)
+    return bool(tag == "cifar10")

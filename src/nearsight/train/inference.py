@@ -216,6 +216,8 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
     model.pretrained_cfg = {
         **(cfg if isinstance(cfg, dict) else cfg.to_dict()),
         "architecture": card["model"]["name"].partition(".")[0],
+        # Of the network, not of weights that its plain name could have had.
+        "tag": card["model"]["name"].partition(".")[2] or None,
         "num_classes": card["sizes"]["num_classes"],
         "input_size": shape,
         "mean": tuple(facts["mean"]),

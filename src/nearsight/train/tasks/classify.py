@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import timm
+import timm.models
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -46,6 +47,18 @@ class ClassifyConfig(RunConfig):
         if self.loss.mixes and self.data.batch_size % 2:
             found.append(f"data.batch_size: got {self.data.batch_size} with mixing, wanted an even number")
         return found
+
+
+def with_tag(config: ModelConfig) -> ModelConfig:
+    """A name that asks for weights with the tag of those it gets: some tags stand for another network than the plain name.
+
+    >>> with_tag(ModelConfig(name="resnet_nano", pretrained=True)).name, with_tag(ModelConfig(name="resnet_nano")).name
+    ('resnet_nano.cifar10', 'resnet_nano')
+    """
+    known = timm.models.get_pretrained_cfg(config.name) if config.pretrained and "." not in config.name else None
+    return (
+        config if known is None or not known.tag else config.model_copy(update={"name": f"{config.name}.{known.tag}"})
+    )
 
 
 def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:
@@ -143,7 +156,7 @@ class Classify:
         else:
             images, classes = training_images(source, data), len(source.classes)
         with torch.device("meta"):
-            settings = config.model.model_copy(update={"pretrained": False})
+            settings = with_tag(config.model).model_copy(update={"pretrained": False})
             model = create_network(settings, num_classes=classes, in_chans=data.channels)
             pixels = torch.zeros(2, data.channels, data.image_size, data.image_size)
 
@@ -178,7 +191,7 @@ class Classify:
 
     def card(self) -> dict[str, Any]:
         return {
-            "model": self.config.model.model_dump(mode="json"),
+            "model": with_tag(self.config.model).model_dump(mode="json"),
             "sizes": self.sizes(),
             "classes": self.classes,
             "input": input_facts(self.config.data, self.source),
