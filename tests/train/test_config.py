@@ -41,6 +41,9 @@ from tests.train.support import SMALL, small
             "schedule.restarts: got [1, 3], wanted growing epochs after",
         ),
         ("schedule.name=step", "schedule.milestones: got none, wanted the epochs of schedule.name=step"),
+        ("schedule.name=step schedule.milestones=[3,1]", "schedule.milestones: got [3, 1], wanted the epochs of"),
+        ("data.std=[0]", "data.std.0: got 0, wanted greater than 0"),
+        ("data.augment.scale=[0.9,0.2]", "data.augment.scale: got 0.9 to 0.2, wanted the smaller first, above 0"),
         ("loss.mixup=0.2 data.batch_size=63", "data.batch_size: got 63 with mixing, wanted an even number"),
         ("model.cuda_graphs=true", "model.cuda_graphs: got true, wanted model.compile=true with it"),
         (

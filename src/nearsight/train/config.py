@@ -152,8 +152,9 @@ class RunConfig(Section):
                     f"schedule.restarts: got {schedule.restarts}, wanted growing epochs after the warm-up of "
                     f"{schedule.warmup_epochs:g}"
                 )
-        if schedule.name == "step" and not schedule.milestones:
-            found.append("schedule.milestones: got none, wanted the epochs of schedule.name=step")
+        if schedule.name == "step" and (not schedule.milestones or sorted(schedule.milestones) != schedule.milestones):
+            got = schedule.milestones or "none"
+            found.append(f"schedule.milestones: got {got}, wanted the epochs of schedule.name=step, growing")
         # Another schedule would leave them out without a word.
         for key, name in (("restarts", "restarts"), ("tail_lr", "restarts"), ("milestones", "step")):
             if schedule.name != name and getattr(schedule, key):

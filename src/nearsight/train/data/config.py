@@ -90,7 +90,7 @@ class DataConfig(Section):
     crop_pct: float = Field(default=1.0, gt=0, le=1, description="share of the resized image's side kept at evaluation")
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     mean: list[float] | None = Field(default=None, description="null: the source's")
-    std: list[float] | None = None
+    std: list[Annotated[float, Field(gt=0)]] | None = None
     augment: AugmentConfig = AugmentConfig()
 
     def faults(self) -> list[str]:
@@ -99,6 +99,10 @@ class DataConfig(Section):
             value = getattr(self, key)
             if value is not None and len(value) != self.channels:
                 found.append(f"data.{key}: got {len(value)} numbers, wanted {self.channels} (data.channels)")
+        for key in ("scale", "ratio"):
+            low, high = getattr(self.augment, key)
+            if not 0 < low <= high:
+                found.append(f"data.augment.{key}: got {low:g} to {high:g}, wanted the smaller first, above 0")
         needs = self.augment.needs_workers
         if self.on_device is True and needs:
             found.append(f"data.on_device: got true with {needs}, which runs in workers; wanted auto or false")
