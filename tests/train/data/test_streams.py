@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from nearsight.errors import UserError
+from nearsight.train.data.batches import build_batches
 from nearsight.train.data.sources import PACKAGES, open_source
 from nearsight.train.data.streams import Encoded, Stream, _plain_sample, stream_length
-from tests.train.data.support import batches, encoded, picture, settings, shards
+from tests.train.data.support import CPU, batches, encoded, picture, settings, shards
 
 
 def test_webdataset_stream(tmp_path: Path) -> None:
@@ -26,6 +27,29 @@ def test_webdataset_stream(tmp_path: Path) -> None:
     assert [len(batch.targets) for batch in train.epoch(0)] == [4, 4, 4]
     assert len(list(train.epoch(0, start=2))) == 1
     assert sum(int(b.valid.sum()) for b in evaluation.epoch(0)) == 5
+
+
+def test_labels_beyond_the_classes_are_one_line(tmp_path: Path) -> None:
+    """A loss would fail with an index out of bounds; a GPU, with its device."""
+    shards(tmp_path, {"train": [12], "validation": [5]})
+    data = settings("wds/x", root=str(tmp_path), num_classes=3)
+    for shard in tmp_path.glob("*.tar"):
+        shard.write_bytes(shard.read_bytes().replace(b"1" + bytes(511), b"3" + bytes(511)))
+    for training in (True, False):
+        with pytest.raises(
+            UserError, match=r"^data\.num_classes: got 3 and an image with the label 3, wanted 0 to 2\.$"
+        ):
+            list(batches(data, training).epoch(0))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_labels_beyond_the_classes_of_a_set_in_memory(on_device: bool, folder: Path) -> None:
+    data = settings(f"folder:{folder}", on_device=on_device)
+    source = open_source(data)
+    source.train.files[3] = (source.train.files[3][0], -1)
+    finish = {"training": True, "seed": 0, "channels_last": False, "note": print}
+    with pytest.raises(UserError, match=r"^data\.num_classes: got 2 and an image with the label -1, wanted 0 to 1\.$"):
+        list(build_batches(source.train, source, data, CPU, **finish).epoch(0))
 
 
 def hugging_face_set(folder: Path, bad: tuple[int, ...] = ()) -> None:

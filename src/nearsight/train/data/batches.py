@@ -295,6 +295,15 @@ def refuse_some(bad: list[tuple[str, str]], valid: Tensor, on_bad: str, training
         raise refuse_bad(*bad[-1])
 
 
+def refuse_labels(labels: Tensor, classes: int) -> None:
+    """End the run over labels that a set without a list of its classes turns out to have; 0 classes: labels do not count."""
+    odd = labels[(labels < 0) | (labels >= classes)] if classes else labels[:0]
+    if len(odd):
+        raise UserError(
+            f"data.num_classes: got {classes} and an image with the label {int(odd[0])}, wanted 0 to {classes - 1}."
+        )
+
+
 def leave_signals_to_the_run(worker: int) -> None:
     """In a worker: stay out of reach of what Ctrl-C and `timeout` send to the run's process group; the run ends its workers."""
     if hasattr(os, "setpgrp"):  # not on Windows
@@ -325,8 +334,9 @@ class LoadedBatches:
     fast = False
 
     def __init__(
-        self, split: Split, data: DataConfig, where: Where, finish: _Finish, seed: int, training: bool
+        self, split: Split, data: DataConfig, where: Where, finish: _Finish, seed: int, training: bool, classes: int
     ) -> None:
+        self.classes = classes
         self.where, self.finish, self.training, self.on_bad = where, finish, training, data.on_bad
         self.batch_size = batch_size_of(data, training)
         self.order = Order(len(split), self.batch_size, where, seed, training)
@@ -343,6 +353,7 @@ class LoadedBatches:
         device = self.where.device
         for images, labels, valid, bad in self.loader:
             refuse_some(bad, valid, self.on_bad, self.training)
+            refuse_labels(labels, self.classes)
             pixels = images.to(device, non_blocking=True).permute(0, 2, 3, 1)
             batch = Batch(
                 self.finish(pixels, None), labels.to(device, non_blocking=True), None, [name for name, _ in bad]
@@ -360,7 +371,10 @@ class StreamedBatches:
 
     fast = False
 
-    def __init__(self, dataset: Any, data: DataConfig, where: Where, finish: _Finish, training: bool) -> None:
+    def __init__(
+        self, dataset: Any, data: DataConfig, where: Where, finish: _Finish, training: bool, classes: int
+    ) -> None:
+        self.classes = classes
         self.dataset, self.where, self.finish, self.training = dataset, where, finish, training
         self.batch_size, self.on_bad = batch_size_of(data, training), data.on_bad
         self.channels, self.image_size = data.channels, data.image_size
@@ -401,6 +415,7 @@ class StreamedBatches:
         device = self.where.device
         for number, (images, labels, valid, bad) in enumerate(self.loader):
             refuse_some(bad, valid, self.on_bad, self.training)
+            refuse_labels(labels, self.classes)
             if number >= start:
                 pixels = images.to(device, non_blocking=True).permute(0, 2, 3, 1)
                 counts = None if self.training else valid.to(device, non_blocking=True)
@@ -433,7 +448,7 @@ def build_batches(
     """The fastest kind of batches that can serve a split; `note` is told about files left out."""
     finish = _Finish(data, source, where, training, channels_last)
     if source.streamed:
-        return StreamedBatches(split, data, where, finish, training)
+        return StreamedBatches(split, data, where, finish, training, len(source.classes))
     size = len(split) * data.channels * data.image_size**2
     fits = data.on_device is True or (data.on_device == "auto" and size <= ON_DEVICE_BYTES)
     if fits and data.augment.needs_workers is None:
@@ -441,8 +456,9 @@ def build_batches(
         if bad:
             shown = ", ".join(bad[:5]) + (", …" if len(bad) > 5 else "")
             note(f"left out {len(bad)} files that are no images: {shown}")
+        refuse_labels(labels, len(source.classes))
         return OnDeviceBatches(pixels, labels, data, where, finish, seed, training)
-    return LoadedBatches(split, data, where, finish, seed, training)
+    return LoadedBatches(split, data, where, finish, seed, training, len(source.classes))
 
 
 def batch_size_of(data: DataConfig, training: bool) -> int:
