@@ -1,4 +1,4 @@
-"""torch.func and forward-mode gradients: the operators with a registered gradient know neither, and say so."""
+"""torch.func, forward mode, gradients of gradients: operators with a registered gradient know none of them, and say so."""
 
 import pytest
 import torch
@@ -95,3 +95,30 @@ def test_a_named_backend_refuses_them(name, backend):
 @pytest.mark.parametrize("name", OPS)
 def test_triton_refuses_them(name):
     refuses(name, "triton")
+
+
+def refuses_twice(name, backend):
+    x = pixels().requires_grad_()
+    (gradient,) = torch.autograd.grad(OPS[name](x, backend).square().sum(), x, create_graph=True)
+    op = name if name != "projected" else "local_attention"
+    with pytest.raises(BackendError) as raised:
+        gradient.sum().backward()
+    assert str(raised.value) == (
+        f"{op}: got a gradient of a gradient, wanted first derivatives: the chosen backend has no others; "
+        f"use backend='reference'."
+    )
+
+
+@pytest.mark.parametrize("name", ["local_attention", "projected", "qna"])
+def test_gradients_of_gradients(name):
+    refuses_twice(name, "torch")
+    x = pixels().requires_grad_()
+    (gradient,) = torch.autograd.grad(OPS[name](x, "reference").square().sum(), x, create_graph=True)
+    gradient.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_of_tritons_gradients(name):
+    refuses_twice(name, "triton")

@@ -20,6 +20,7 @@ __all__ = [
     "backends",
     "exporting",
     "full_precision",
+    "refuse_second_derivatives",
     "register",
     "run",
     "transform_refusal",
@@ -69,6 +70,18 @@ def transform_refusal() -> str | None:
     if within or forward_ad._current_level >= 0:
         return "needs gradients by autograd's backward, got a call within torch.func's or in forward mode"
     return None
+
+
+def refuse_second_derivatives(op: str, backward: Any) -> None:
+    """Have a gradient of the registered operator `backward`, which makes gradients itself, end in a sentence."""
+
+    def refuse(ctx: Any, *gradients: Any) -> None:
+        raise BackendError(
+            f"{op}: got a gradient of a gradient, wanted first derivatives: the chosen backend has no others; "
+            f"use backend='reference'."
+        )
+
+    backward.register_autograd(refuse)
 
 
 def register(

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.explicit import axes, nodes, problem, whole
-from nearsight.ops.explicit.call import SEPARABLE_KINDS, ExplicitCall
+from nearsight.ops.explicit.call import OP, SEPARABLE_KINDS, ExplicitCall
 from nearsight.ops.launching import replayed
 from nearsight.ops.triton_support import common_refusal, compile_together, launch, meta_like
 
@@ -219,3 +220,4 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | 
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(OP, _backward)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearsight.ops.dispatch import exporting, transform_refusal
+from nearsight.ops.dispatch import exporting, refuse_second_derivatives, transform_refusal
 from nearsight.ops.local import export_form
-from nearsight.ops.local.call import LocalCall
+from nearsight.ops.local.call import OP, LocalCall
 from nearsight.ops.local.tiles import Tiles, make_plan
 
 __all__ = ["refusal", "run"]
@@ -126,6 +126,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 local_attention_tiles.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives(OP, local_attention_tiles_backward)
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nearsight.ops.dispatch import full_precision
+from nearsight.ops.dispatch import full_precision, refuse_second_derivatives
 from nearsight.ops.launching import replayed
-from nearsight.ops.local.call import LocalCall
+from nearsight.ops.local.call import OP, LocalCall
 from nearsight.ops.local.launches import Gradients, attend, empty_outputs, gradients
 from nearsight.ops.triton_support import common_refusal
 
@@ -145,6 +145,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)
+refuse_second_derivatives(OP, _backward_op)
 
 
 # The same with q, k and v (or q and v) packed as one product of `pixels` leaves them, [B, H, W, 3 or 2, heads, D]. The product
@@ -251,3 +252,4 @@ def _projected_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | Non
 
 
 _projected_forward_op.register_autograd(_projected_backward, setup_context=_projected_setup)
+refuse_second_derivatives(OP, _projected_backward_op)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearsight.ops.dispatch import exporting, full_precision, transform_refusal
+from nearsight.ops.dispatch import exporting, full_precision, refuse_second_derivatives, transform_refusal
 from nearsight.ops.qna import export_form
-from nearsight.ops.qna.call import QnACall
+from nearsight.ops.qna.call import OP, QnACall
 from nearsight.ops.qna.planes import Pieces, aggregate, aggregate_backward
 from nearsight.ops.qna.sums import Sums
 
@@ -141,6 +141,7 @@ def complete(forward: Any, backward: Any) -> None:
     forward.register_fake(fake)
     backward.register_fake(fake_backward)
     forward.register_autograd(differentiate, setup_context=save)
+    refuse_second_derivatives(OP, backward)
 
 
 complete(qna_planes, qna_planes_backward)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
-from nearsight.ops.qna.call import QnACall
+from nearsight.ops.qna.call import OP, QnACall
 from nearsight.ops.qna.geometry import Geometry, chunk_of, geometry, heads_apart, images_ahead, lanes_of, steps_of
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
@@ -454,3 +455,4 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | 
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(OP, _backward)
