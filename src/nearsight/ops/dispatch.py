@@ -72,13 +72,12 @@ def transform_refusal() -> str | None:
     return None
 
 
-def refuse_second_derivatives(op: str, backward: Any) -> None:
+def refuse_second_derivatives(op: str, backward: Any, instead: str = "use backend='reference'") -> None:
     """Have a gradient of the registered operator `backward`, which makes gradients itself, end in a sentence."""
 
     def refuse(ctx: Any, *gradients: Any) -> None:
         raise BackendError(
-            f"{op}: got a gradient of a gradient, wanted first derivatives: the chosen backend has no others; "
-            f"use backend='reference'."
+            f"{op}: got a gradient of a gradient, wanted first derivatives: the chosen backend has no others; {instead}."
         )
 
     backward.register_autograd(refuse)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from nearsight.errors import BackendError
 from nearsight.layers import relative_attention
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops.relative import launches, triton_impl
@@ -292,3 +293,36 @@ def test_what_it_refuses():
 
 def test_without_a_gpu_it_says_so():
     assert triton_impl.refusal(torch.empty(1, 4, 5, 20), 4, 5, 4, 2) == "needs CUDA tensors, got cpu"
+
+
+@pytest.mark.parametrize(
+    ("room", "sides"),
+    [
+        (232_448, {(FLOAT, 20): 64, (FLOAT, 128): 32, (BFLOAT, 64): 128, (BFLOAT, 128): 64}),
+        (166_912, {(FLOAT, 64): 64, (BFLOAT, 128): 64}),
+        (101_376, {(FLOAT, 64): 32, (FLOAT, 128): 16, (BFLOAT, 20): 64, (BFLOAT, 128): 32}),
+        (65_536, {(FLOAT, 20): 16, (BFLOAT, 32): 32, (BFLOAT, 40): 0}),
+    ],
+)
+def test_maps_are_smaller_where_shared_memory_is(monkeypatch, room, sides):
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, dtype):
+            self.dtype = dtype
+
+        def element_size(self):
+            return self.dtype.itemsize
+
+    monkeypatch.setattr(triton_impl, "_shared_memory", lambda index: room)
+    assert {key: triton_impl.longest_side(OnGpu(key[0]), key[1]) for key in sides} == sides
+
+
+@interpreted
+def test_a_gradient_of_a_gradient_is_refused():
+    inputs = make(size=(2, 3))
+    inputs["packed"].requires_grad_()
+    out = by_triton()(**inputs)
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs["packed"], create_graph=True)
+    with pytest.raises(BackendError, match=r"got a gradient of a gradient, .*; call it in float64"):
+        grad.sum().backward()

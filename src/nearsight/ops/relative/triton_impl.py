@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
 from nearsight.ops.relative.launches import attend, empty_outputs, gradients, make_call, padded
 from nearsight.ops.triton_support import common_refusal
@@ -16,6 +17,9 @@ __all__ = ["longest_side", "refusal", "run"]
 WIDEST_HEAD = 128
 # Bytes of one number per column, and of one embedding per column: a program holds a square of the former, and some of the latter.
 LONGEST_SIDE, LARGEST_TABLE = 2**8, 2**14
+# Bytes of shared memory that the largest maps take, as compiled: 152,000; those of half the side 92,000 (GPUs have 163,000 and
+# more, or 101,000; AMD's 65,536).
+LARGEST_ROOM, SMALLEST_ROOM = 152_000, 93_000
 
 
 def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -> str | None:
@@ -33,8 +37,19 @@ def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -
 
 
 def longest_side(packed: Tensor, dim: int) -> int:
-    """The most rows and columns of a map at this head dim."""
-    return min(LONGEST_SIDE, LARGEST_TABLE // padded(dim)) // packed.element_size()
+    """The most rows and columns of a map at this head dim, fewer on GPUs with less shared memory."""
+    room = LARGEST_ROOM if packed.device.type == "cpu" else _shared_memory(packed.device.index or 0)
+    if room < SMALLEST_ROOM and padded(dim) > 32:
+        return 0
+    part = 1 if room >= LARGEST_ROOM else 2 if room >= SMALLEST_ROOM else 4
+    return min(LONGEST_SIDE, LARGEST_TABLE // padded(dim)) // packed.element_size() // part
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _shared_memory(index: int) -> int:
+    """Bytes of it that a program can have."""
+    properties = torch.cuda.get_device_properties(index)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
 
 
 def run(
@@ -156,3 +171,4 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)
+refuse_second_derivatives("RelativeAttention2d", _backward_op, "call it in float64")
