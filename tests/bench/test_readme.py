@@ -28,12 +28,12 @@ def cells(after):
 def is_rounded(text, value):
     """Whether `text` is the number, perhaps rounded twice on the way."""
     digits = len(text.partition(".")[2])
-    return abs(float(text) - float(value)) <= 0.55 * 10**-digits
+    return abs(float(text) - float(value)) <= 0.5 * 10**-digits
 
 
 def is_part(text, ratio):
     """Whether `1/n` is the ratio, n a whole number."""
-    return abs(int(text.removeprefix("1/")) - 1 / float(ratio)) <= 0.55
+    return abs(int(text.removeprefix("1/")) - 1 / float(ratio)) <= 0.5
 
 
 def found(subject, shape, contenders):
