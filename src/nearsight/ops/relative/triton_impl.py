@@ -38,7 +38,7 @@ def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -
 
 def longest_side(packed: Tensor, dim: int) -> int:
     """The most rows and columns of a map at this head dim, fewer on GPUs with less shared memory."""
-    room = LARGEST_ROOM if packed.device.type == "cpu" else _shared_memory(packed.device.index or 0)
+    room = _shared_memory(packed.device.index or 0) if packed.device.type == "cuda" else LARGEST_ROOM
     if room < SMALLEST_ROOM and padded(dim) > 32:
         return 0
     part = 1 if room >= LARGEST_ROOM else 2 if room >= SMALLEST_ROOM else 4
