@@ -91,7 +91,14 @@ def put(out: Path, row: str, accuracy: float | None, seed: int = 0, **more: Any)
         "images": 10000,
         "split": "test",
     }
-    result |= {"parameters": 2_000_000, "macs": 3_000_000_000, "seconds": 60.0, "steps": 100, "batch": 512, "epochs": 12}
+    result |= {
+        "parameters": 2_000_000,
+        "macs": 3_000_000_000,
+        "seconds": 60.0,
+        "steps": 100,
+        "batch": 512,
+        "epochs": 12,
+    }
     result |= {"reason": "the loss is not finite at step 7"} if accuracy is None else {"accuracy": accuracy}
     rows.write_result(out / table / f"{name}-s{seed}.jsonl", {**result, **more})
 
