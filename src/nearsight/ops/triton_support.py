@@ -36,6 +36,8 @@ __all__ = [
     "meta_like",
     "multiprocessors",
     "next_power_of_two",
+    "register_cap",
+    "shared_memory",
 ]
 
 # Read once, as Triton does when it decorates a kernel, and constants to torch.compile.
@@ -85,6 +87,18 @@ def early_launch(device: torch.device) -> dict[str, bool]:
     if _capability(torch.cuda.current_device() if device.index is None else device.index) < (9, 0):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
+
+
+def register_cap(registers: int | None) -> dict[str, int]:
+    """The option of a launch that caps the registers of a thread, one of NVIDIA's compiler alone; None: none."""
+    return {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def shared_memory(index: int) -> int:
+    """Bytes of it that a program can have on a GPU."""
+    properties = torch.cuda.get_device_properties(index)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -8,6 +8,7 @@ from nearsight.ops import block_attention
 from nearsight.ops.block import pooled
 from tests.ops.triton.test_block import BFLOAT, FLOAT, HALF, clear_winners, composed, fused, make
 from tests.support.accuracy import assert_by_error_rule
+from tests.support.graphs import assert_captured
 
 pytestmark = pytest.mark.gpu
 
@@ -74,17 +75,7 @@ def test_captured_in_a_graph():
         out = block_attention(**inputs, heads=4)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        expected = [t.clone() for t in step()]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, other in zip(captured, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_captured(step)
 
 
 def test_compiled_without_breaks():

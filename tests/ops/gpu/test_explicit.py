@@ -7,6 +7,7 @@ from nearsight.ops import explicit_attention
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
 from tests.support.draws import picker
+from tests.support.graphs import assert_captured
 
 pytestmark = pytest.mark.gpu
 
@@ -74,23 +75,7 @@ def test_memory_is_that_of_the_map():
 
 def test_capture_and_compile():
     inputs = make(torch.bfloat16, (28, 28), 16, batch=4)
-    want = step(inputs)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step(inputs)
-    with torch.no_grad():
-        for tensor in got:
-            tensor.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, two in zip(got, want, strict=True):
-        assert torch.equal(one, two)
+    want = assert_captured(lambda: step(inputs))
 
     leaves = [inputs[n].detach().requires_grad_() for n in ("values", "radius")]
     compiled = torch.compile(lambda v, r: explicit_attention(v, kind="gaussian", radius=r), fullgraph=True)

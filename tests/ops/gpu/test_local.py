@@ -9,6 +9,7 @@ from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
 from tests.support.draws import picker
+from tests.support.graphs import assert_captured
 
 pytestmark = pytest.mark.gpu
 
@@ -147,17 +148,7 @@ def test_captured_in_a_graph():
         out = local_attention(**inputs, window=7)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        expected = [t.clone() for t in step()]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, other in zip(captured, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_captured(step)
 
 
 def test_compiled_without_breaks_and_without_recompiling():

@@ -10,6 +10,7 @@ import torch
 from nearsight.ops import qna
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.draws import picker
+from tests.support.graphs import assert_captured
 
 pytestmark = pytest.mark.gpu
 
@@ -182,23 +183,7 @@ def test_memory_is_that_of_the_map(window):
 
 def test_capture_and_compile():
     inputs = make(torch.bfloat16, (28, 28), 16, 8, (3, 3), batch=4)
-    want = step(inputs)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step(inputs)
-    with torch.no_grad():
-        for tensor in got:
-            tensor.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, two in zip(got, want, strict=True):
-        assert torch.equal(one, two)
+    want = assert_captured(lambda: step(inputs))
 
     leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
     compiled = torch.compile(lambda **t: qna(**t, window=3), fullgraph=True)

@@ -9,6 +9,7 @@ from nearsight.ops.relative import triton_impl
 from tests.ops.triton.test_relative import BFLOAT, FLOAT, HALF, by_definition, by_triton, make
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.draws import picker
+from tests.support.graphs import assert_captured
 
 pytestmark = pytest.mark.gpu
 
@@ -111,17 +112,7 @@ def test_captured_in_a_graph():
         out = by_triton(4, 20)(**inputs)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        expected = [t.clone() for t in step()]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    for one, other in zip(captured, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_captured(step)
 
 
 def test_replayed_calls_are_the_same():

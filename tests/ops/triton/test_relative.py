@@ -314,7 +314,7 @@ def test_maps_are_smaller_where_shared_memory_is(monkeypatch, room, sides):
         def element_size(self):
             return self.dtype.itemsize
 
-    monkeypatch.setattr(triton_impl, "_shared_memory", lambda index: room)
+    monkeypatch.setattr(triton_impl, "shared_memory", lambda index: room)
     assert {key: triton_impl.longest_side(OnGpu(key[0]), key[1]) for key in sides} == sides
 
 

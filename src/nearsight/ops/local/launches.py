@@ -21,6 +21,7 @@ from nearsight.ops.triton_support import (
     dot_precision,
     meta_like,
     next_power_of_two,
+    register_cap,
 )
 from nearsight.ops.triton_support import launch as launch_kernel
 
@@ -108,9 +109,7 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
     if kernel == "forward":
         constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
-    # An option of NVIDIA's compiler alone.
-    if shape.registers is not None and q.device.type != "cpu" and torch.version.hip is None:
-        constants["maxnreg"] = shape.registers
+    constants.update(register_cap(shape.registers))
     grid = (batch * dil_y * dil_x * strips * splits, groups)
     if kernel in ("walk", "queries"):
         # Shares of the relative tables' gradients that no 32-bit offset reaches.
@@ -251,9 +250,10 @@ def _launch_gradients(
     q, k, v, rel_row, rel_col, *_ = call
     tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
     found = [t for t in tables if t is not None]
-    can_walk = call.window[0] <= TALLEST_WALK
-    walk = can_walk and lean < 2
-    lean -= 0 if walk or not can_walk else 2
+    walk = call.window[0] <= TALLEST_WALK
+    if walk and lean >= 2:
+        # Leaner than any walk: two passes, from the measured ones on.
+        walk, lean = False, lean - 2
     launch = prepare_launch(call, "walk" if walk else "queries", lean)
     shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)

@@ -22,6 +22,7 @@ from nearsight.ops.triton_support import (
     meta_like,
     multiprocessors,
     next_power_of_two,
+    register_cap,
 )
 
 __all__ = ["Problem", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
@@ -160,8 +161,7 @@ class Problem(NamedTuple):
             "PARTS": _parts(self.values),
             "num_warps": 1,
             **early_launch(self.values.device),
-            # An option of NVIDIA's compiler alone.
-            **({} if g.registers is None or torch.version.hip is not None else {"maxnreg": g.registers}),
+            **register_cap(g.registers),
         }
 
 

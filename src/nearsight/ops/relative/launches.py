@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two
+from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two, register_cap
 
 __all__ = ["KeyTile", "QueryTile", "RelativeCall", "attend", "empty_outputs", "gradients", "make_call", "padded"]
 
@@ -152,7 +152,7 @@ def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, Any]:
 
 def _capped(registers: int | None, warps: int) -> dict[str, int]:
     """The option that caps the registers of a thread. A few warps may have all they want."""
-    return {} if registers is None or warps < 4 or torch.version.hip is not None else {"maxnreg": registers}
+    return register_cap(registers if warps >= 4 else None)
 
 
 def padded(size: int) -> int:

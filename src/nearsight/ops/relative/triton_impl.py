@@ -10,7 +10,7 @@ from torch import Tensor
 from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
 from nearsight.ops.relative.launches import attend, empty_outputs, gradients, make_call, padded
-from nearsight.ops.triton_support import common_refusal
+from nearsight.ops.triton_support import common_refusal, shared_memory
 
 __all__ = ["longest_side", "refusal", "run"]
 
@@ -38,18 +38,11 @@ def refusal(packed: Tensor, height: int, width: int, dim: int, value_dim: int) -
 
 def longest_side(packed: Tensor, dim: int) -> int:
     """The most rows and columns of a map at this head dim, fewer on GPUs with less shared memory."""
-    room = _shared_memory(packed.device.index or 0) if packed.device.type == "cuda" else LARGEST_ROOM
+    room = shared_memory(packed.device.index or 0) if packed.device.type == "cuda" else LARGEST_ROOM
     if room < SMALLEST_ROOM and padded(dim) > 32:
         return 0
     part = 1 if room >= LARGEST_ROOM else 2 if room >= SMALLEST_ROOM else 4
     return min(LONGEST_SIDE, LARGEST_TABLE // padded(dim)) // packed.element_size() // part
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def _shared_memory(index: int) -> int:
-    """Bytes of it that a program can have."""
-    properties = torch.cuda.get_device_properties(index)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
 
 
 def run(

@@ -56,9 +56,9 @@ def with_tag(config: ModelConfig) -> ModelConfig:
     ('resnet_nano.cifar10', 'resnet_nano')
     """
     known = timm.models.get_pretrained_cfg(config.name) if config.pretrained and "." not in config.name else None
-    return (
-        config if known is None or not known.tag else config.model_copy(update={"name": f"{config.name}.{known.tag}"})
-    )
+    if known is None or not known.tag:
+        return config
+    return config.model_copy(update={"name": f"{config.name}.{known.tag}"})
 
 
 def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import launch, next_power_of_two
+from nearsight.ops.triton_support import launch, next_power_of_two, register_cap
 
 __all__ = ["Tables", "backward", "can_run", "forward", "least_radius", "prepare", "share_count", "slopes_shape"]
 
@@ -137,7 +137,7 @@ def share_count(p: Problem) -> int:
 
 def _constants(p: Problem, tables: Tables) -> dict[str, Any]:
     tile, channels = _tile(p.values.dtype), _channels(p.per_head, p.size, p.values.dtype)
-    constants = {
+    return {
         "HEADS": p.heads,
         "DH": p.per_head,
         "SIDE": tables.rows.shape[3],
@@ -150,10 +150,8 @@ def _constants(p: Problem, tables: Tables) -> dict[str, Any]:
         "PARTS": p.parts,
         "num_warps": max(4, tile.warps * channels // tile.channels),
         "num_stages": tile.stages,
+        **register_cap(tile.registers),
     }
-    if tile.registers is not None and torch.version.hip is None:
-        constants["maxnreg"] = tile.registers
-    return constants
 
 
 def forward(p: Problem, tables: Tables, out: Tensor, slopes: Tensor, least: float) -> None:
