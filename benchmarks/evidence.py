@@ -32,15 +32,15 @@ from evidence_rows import HERE, RESULTS, Row, chosen, headline, read_result, res
 WATCHING = ("log.every=97", "log.tensorboard=false", "checkpoint.every_epochs=100000")
 
 
-def facts(row: Row) -> dict[str, Any]:
-    """Parameters and multiply-adds of a row's network, and its config in short."""
+def facts(row: Row, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Parameters and multiply-adds of a row's network, changed as a run of it is, and its config in short."""
     import torch
 
     from nearsight.models.flops import count_flops, count_parameters
     from nearsight.train.tasks import load_config, task_class
     from nearsight.train.tasks.classify import create_network
 
-    config: Any = load_config(row.recipe, list(row.set))
+    config: Any = load_config(row.recipe, [*row.set, *changes])
     if config.task == "classify":
         with torch.device("meta"):
             model = create_network(config.model, num_classes=10, in_chans=config.data.channels)
@@ -217,7 +217,7 @@ def train(options: argparse.Namespace) -> int:
     if not todo:
         return 0
     decode_once(rows, options.data)
-    where, known = machine(), {row.key: facts(row) for row, _ in todo}
+    where, known = machine(), {row.key: facts(row, options.set) for row, _ in todo}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="evidence-", dir=options.work) as work:
 
@@ -282,7 +282,7 @@ def speed(options: argparse.Namespace) -> int:
             row, ok = job.row, job.process.returncode == 0
             # A process that failed must not be waited for.
             (Path(work) / f"{row.key.replace('/', '-')}.ready").touch()
-            result = {"row": row.key, "ok": ok, **facts(row), **where, "changed": list(options.set)}
+            result = {"row": row.key, "ok": ok, **facts(row, options.set), **where, "changed": list(options.set)}
             if ok:
                 result |= json.loads((job.folder / "stdout").read_text(encoding="utf-8").splitlines()[-1])
                 print(f"{row.key}: {result['images_per_s']:.0f} images/s", flush=True)

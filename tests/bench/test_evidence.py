@@ -78,6 +78,9 @@ def test_networks_of_the_rows_are_what_they_say() -> None:
     assert facts["positions_only"]["parameters"] < facts["attention"]["parameters"]
     assert facts["conv"]["split"] == "test"
     assert evidence.facts(TABLES["gap"].rows["conv"])["split"] == "held out: 10% of train"
+    changed = evidence.facts(rows["attention"], ["model.options.window=3", "schedule.epochs=5"])
+    assert changed["parameters"] < facts["attention"]["parameters"]
+    assert changed["epochs"] == 5
 
 
 def put(out: Path, row: str, accuracy: float | None, seed: int = 0, **more: Any) -> None:
