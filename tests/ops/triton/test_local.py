@@ -73,6 +73,16 @@ def test_a_window_too_tall_for_the_walk():
 
 
 @interpreted
+def test_a_window_whose_halo_is_not_unrolled():
+    window = (21, 3)
+    inputs = make(window=window, size=(9, 5), mask=0.8, heads=1)
+    fixed = prepare_launch(prepare(**inputs, window=window), "forward").constants
+    assert (fixed["CHUNKS"], fixed["UNROLLED"]) == (6, 1)
+    compare(inputs, window)
+    compare(inputs, window, border="zeros")
+
+
+@interpreted
 @pytest.mark.parametrize("border", ["mask", "zeros"])
 def test_borders_with_a_mask(border):
     compare(make(mask=0.6, size=(4, 5)), border=border)

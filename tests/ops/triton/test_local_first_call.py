@@ -66,3 +66,14 @@ def test_what_does_not_train_compiles_no_gradient(driver):
     triton_impl._backward_op._init_fn(out, *qkv, *rest[:3], out, lse, *rest[3:])
     assert sorted(driver.compiled[1:]) == sorted(STRIPS)
     assert driver.launched == ["forward", *STRIPS]
+
+
+def test_tall_windows_make_no_more_code(driver, tmp_path):
+    """Unrolled, the 16 to 32 chunks of this window's halo took five minutes to compile."""
+    from nearsight.ops.local import triton_impl
+
+    triton_impl._forward_op._init_fn(*[draw(2, 40, 40, 2, 16) for _ in range(3)], *options(window=31))
+    products = {file.stem: file.read_text().count("mma.sync") for file in tmp_path.rglob("*.ptx")}
+    tall = {"forward", "backward_queries", "backward_keys"}
+    assert tall <= set(products)
+    assert all(0 < products[name] < 400 for name in tall), products

@@ -2,6 +2,7 @@
 
 The walk of `gradient_kernels.py` keeps a strip's dk and dv in registers, as many chunks of them as the window is tall. These
 two kernels keep one tile and compute the logits twice instead. Layout and letters are those of `kernels.py`.
+Their loops over the halo are not unrolled: with a window of 31 rows that took minutes to compile.
 """
 
 import triton
@@ -129,7 +130,7 @@ def backward_queries(
             taps = dot(q, rel, PRECISION)
         dq = tl.zeros((M, G * DP), tl.float32)
         dtaps = tl.zeros((M, 2 * HS), tl.float32)
-        for chunk in tl.static_range(CHUNKS):
+        for chunk in range(CHUNKS):
             halo_y = y0 - PY + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
@@ -293,7 +294,7 @@ def backward_keys(
             k = tl.load(k_ptr + (y * dil_y * k_y)[:, None] + k_cols, mask=mine, other=0.0)
         dk = tl.zeros((M, G * DP), tl.float32)
         dv = tl.zeros((M, G * DP), tl.float32)
-        for chunk in tl.static_range(CHUNKS):
+        for chunk in range(CHUNKS):
             halo_row = chunk * NR + n // NC
             halo_y = y0 - BY + halo_row
             there = halo_in_x & (halo_row < TY + KH - 1) & _within(halo_y, LH)
