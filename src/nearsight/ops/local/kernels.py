@@ -197,7 +197,6 @@ def forward(
     NR: tl.constexpr,
     NC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    UNROLLED: tl.constexpr,
     HS: tl.constexpr,
     HAS_K: tl.constexpr,
     HAS_ROW: tl.constexpr,
@@ -281,7 +280,7 @@ def forward(
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
-        for chunk in tl.range(0, CHUNKS, loop_unroll_factor=UNROLLED):
+        for chunk in range(CHUNKS):
             halo_y = y0 - UP + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]

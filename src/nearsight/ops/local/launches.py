@@ -31,9 +31,6 @@ __all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepa
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
-# Of a halo's chunks, in the forward: of many, as of a window of 31 rows, the compiler makes code for minutes.
-MOST_UNROLLED = 4
-
 # Of one launch whose second axis they are (at most 65,535); so many that the next ones' tensors begin aligned too.
 MOST_IMAGES = 32_768
 
@@ -110,7 +107,6 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
     if kernel in ("forward", "walk"):
         constants |= {"WHOLE_Y": shape.whole_y, "WHOLE_X": shape.whole_x}
     if kernel == "forward":
-        constants["UNROLLED"] = shape.chunks if shape.chunks <= MOST_UNROLLED else 1
         constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
     constants.update(register_cap(shape.registers))

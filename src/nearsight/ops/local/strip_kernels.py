@@ -58,7 +58,6 @@ def forward(
     NR: tl.constexpr,
     NC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    UNROLLED: tl.constexpr,
     HS: tl.constexpr,
     HAS_K: tl.constexpr,
     HAS_ROW: tl.constexpr,
