@@ -127,7 +127,7 @@ def test_bands_keep_the_code_small():
             for stride in (1, 2):
                 band = band_of(taps, queries, stride)
                 assert band == taps or band % stride == 0
-                assert (band + taps % band) * queries <= 36 or queries > 9
+                assert (band + taps % band) * queries <= 28 or queries > 9
     assert all(
         band_of(taps, queries, stride) == taps for taps in (1, 2, 3, 5, 7) for queries in (1, 2) for stride in (1, 2)
     )

@@ -19,7 +19,7 @@ LARGEST_CHUNK = 16
 # All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
 UNROLLED_SUMS = 18
 # Weights of a column of taps, over the queries and the two windows of a thread, that are written out: more compile for long.
-WRITTEN_OUT = 36
+WRITTEN_OUT = 28
 
 
 class Geometry(NamedTuple):
@@ -89,7 +89,7 @@ def band_of(taps: int, queries: int, stride: int) -> int:
     the column does, so it is a multiple of the stride.
 
     >>> [band_of(taps, queries, 1) for taps, queries in ((7, 2), (3, 9), (11, 9), (7, 9), (11, 5))]
-    [7, 3, 2, 3, 5]
+    [7, 3, 2, 2, 3]
     """
     most = WRITTEN_OUT // (queries * _windows_of_a_thread(queries))
     bands = range(stride, taps, stride)
