@@ -63,6 +63,14 @@ def test_random_rectangles(seed):
     compare(inputs, window, stride=stride, combine=("sum", "stack")[seed % 4 // 2])
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 8), (torch.float32, 32)])
+@pytest.mark.parametrize(("combine", "stride", "mask"), [("sum", 1, False), ("sum", 2, True), ("stack", 1, True)])
+def test_tall_windows_of_many_queries(dtype, dim, combine, stride, mask):
+    """Whose columns of taps are taken in pieces."""
+    inputs = make(dtype, (21, 17), 8, dim, (11, 11), queries=9, mask=mask)
+    compare(inputs, (11, 11), stride=stride, combine=combine)
+
+
 @pytest.mark.parametrize("queries", [4, 9])
 def test_up_sampling(queries):
     compare(make(torch.bfloat16, (33, 20), 4, 8, (3, 3), queries=queries), 3, combine="stack")

@@ -76,6 +76,65 @@ def test_strides(stride, window, size):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("queries", "window", "stride", "combine", "dtype", "heads", "tables", "mask"),
+    [
+        (9, (11, 2), (1, 1), "sum", BFLOAT, 4, "bias scale", None),
+        (9, (7, 2), (1, 1), "stack", FLOAT, 2, "bias scale", 0.7),
+        (9, (11, 2), (2, 2), "sum", BFLOAT, 3, "bias scale", 0.7),
+        (9, (5, 3), (2, 1), "sum", FLOAT, 2, "scale", None),
+        (9, (10, 1), (3, 1), "sum", HALF, 2, "bias", None),
+        (5, (11, 1), (1, 1), "sum", FLOAT, 2, "bias scale", None),
+        (5, (11, 2), (2, 1), "stack", BFLOAT, 2, "", 0.7),
+        (5, (9, 3), (1, 2), "sum", BFLOAT, 2, "bias", None),
+        (8, (7, 3), (1, 1), "sum", BFLOAT, 8, "bias scale", None),  # sums dealt out to the lanes
+        (2, (11, 3), (1, 1), "sum", BFLOAT, 8, "bias scale", None),  # and of two windows in a thread
+        (2, (11, 2), (2, 2), "sum", FLOAT, 2, "bias scale", 0.7),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 0])
+def test_columns_of_taps_in_bands(batch, queries, window, stride, combine, dtype, heads, tables, mask):
+    """So many taps and queries that a part of a column is written out at a time, with and without taps left over."""
+    from nearsight.ops.qna.geometry import band_of
+
+    assert band_of(window[0], queries, stride[0]) < window[0]
+    inputs = make(dtype, (5, 4), batch, queries, heads, window=window, tables=tables, mask=mask)
+    compare(inputs, window, stride=stride, combine=combine)
+
+
+@interpreted
+@pytest.mark.parametrize("combine", ["sum", "stack"])
+def test_bands_of_any_height(combine):
+    """A window's taps one by one, and in a band with two left over."""
+    from nearsight.ops.qna import triton_impl
+
+    inputs = make(BFLOAT, (7, 2), queries=3, window=(6, 2), mask=0.8 if combine == "stack" else None)
+    band_of = triton_impl.band_of
+    try:
+        for band in (1, 4):
+            triton_impl.band_of = lambda *_, band=band: band
+            compare(inputs, (6, 2), combine=combine)
+    finally:
+        triton_impl.band_of = band_of
+
+
+def test_bands_keep_the_code_small():
+    """Whatever the window, and no shape that was timed whole is cut."""
+    from nearsight.ops.qna.geometry import band_of
+
+    for taps in range(1, 16):
+        for queries in range(1, 17):
+            for stride in (1, 2):
+                band = band_of(taps, queries, stride)
+                assert band == taps or band % stride == 0
+                assert (band + taps % band) * queries <= 28 or queries > 9
+    assert all(
+        band_of(taps, queries, stride) == taps for taps in (1, 2, 3, 5, 7) for queries in (1, 2) for stride in (1, 2)
+    )
+    assert band_of(3, 4, 1) == 3
+
+
+@interpreted
 @pytest.mark.parametrize(("combine", "queries"), [("sum", 1), ("sum", 9), ("stack", 1), ("stack", 4)])
 def test_queries(combine, queries):
     compare(make(queries=queries, size=(2, 4)), combine=combine)
@@ -146,13 +205,13 @@ def test_scores_beyond_the_exponential_range():
 
 
 @interpreted
-@pytest.mark.parametrize("window", [(3, 3), (5, 3)])
+@pytest.mark.parametrize(("window", "queries"), [((3, 3), 2), ((5, 3), 2), ((5, 2), 9)])
 @pytest.mark.parametrize(
     ("what", "factor"), [("scores", 40.0), ("scores", 1e4), ("position_bias", 25.0), ("tap_scale", 1e30)]
 )
-def test_what_no_common_factor_can_hold(what, factor, window):
+def test_what_no_common_factor_can_hold(what, factor, window, queries):
     """Windows of one thread so far apart, or tables so steep, that each is computed from its own maximum; beside others."""
-    inputs = make(BFLOAT, size=(5, 3), window=window)
+    inputs = make(BFLOAT, size=(5, 3), window=window, queries=queries)
     inputs[what][0, :2] *= factor
     inputs["scores"][0, 3] += 35.0
     compare(inputs, window)
@@ -266,12 +325,12 @@ def test_loops_carry_every_pointer(kernel, masked):
 
     function = {"forward": kernels.forward, "delta": delta_kernels.delta, "backward": gradient_kernels.backward}[kernel]
     constants = {"ALIGN": 8, "HP": 64, "L": 2, "D": 8, "DP": 8, "KH": 3, "KW": 3, "SY": 1, "SX": 1, "N": 32, "ROWS": 2}
-    constants |= {"HB": 0, "QLOW": -1, "QROWS": 4, "UNROLL": True, "BIASED": True, "SCALED": True, "MASKED": masked}
+    constants |= {"HB": 0, "BAND": 3, "UNROLL": True, "BIASED": True, "SCALED": True, "MASKED": masked}
     constants |= {"STACK": False, "SHARED": not masked, "SHARE": 0, "PARTS": 1 + masked, "LONE": False}
     constants |= {"FETCH": not masked, "EARLY": True}
     if not masked:
-        # As of larger windows, their sums dealt out.
-        constants |= {"UNROLL": False, "HB": 8, "SHARE": 1}
+        # As of larger windows, two taps of a column at a time and the one left over, their sums dealt out.
+        constants |= {"UNROLL": False, "BAND": 2, "HB": 8, "SHARE": 1}
     halves = ("scores", "values", "out", "grad", "dscores", "dvalues")
     signature = {}
     for name in function.arg_names:

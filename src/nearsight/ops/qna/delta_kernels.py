@@ -21,6 +21,7 @@ from nearsight.ops.qna.lanes import (
     logits,
     neighbours,
     one_turn,
+    piece,
     store_neighbours,
 )
 from nearsight.ops.qna.powers import RANGE, powers, reference
@@ -90,7 +91,9 @@ def _columns(
     ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
     MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The windows' Σ p·scale·(g·v) so far, over columns tx … tx + COLS − 1 of their taps too, the first of which lies at x.
+    """The windows' Σ p·scale·(g·v) so far, over KH taps of columns tx … tx + COLS − 1 of theirs too.
+
+    The first of these lies at (y0, x) and first in `tables`.
 
     `level` is the windows' log-sum-exp; with PARTS = 2 their largest logit, if SHARED the thread's reference, and p is then not
     yet divided by the windows' sums.
@@ -117,6 +120,25 @@ def _columns(
             table_at = for_next_turn(table_at, H)
             value_at = for_next_turn(value_at, H)
             mask_at = for_next_turn(mask_at, H)
+    return sums
+
+
+@triton.jit
+def _pieces(
+    sums, g, level, scores, values, key_mask, tables, y0, x0, h, channel,
+    H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+    FIRST: tl.constexpr, TAPS: tl.constexpr, PIECES: tl.constexpr, HP: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
+    L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+    MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """As `_columns`, of every column the PIECES of TAPS taps from row FIRST on."""
+    for i in range(KW * PIECES):
+        tx, ty = piece(i, FIRST, TAPS, PIECES)
+        sums = _columns(
+            sums, g, level, tx, scores, values, key_mask, tables + ty * (KW * HP * ((BIASED + SCALED) * L)), y0 + ty, x0 + tx,
+            h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+            1, HP, TAPS, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
+        )  # fmt: skip
     return sums
 
 
@@ -149,7 +171,7 @@ def _rows(
     scores, values, tables, key_mask, grad, lse_in, delta_out, block, oy, ox, h, channel, y0, x0,
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
     HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, BAND: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -193,11 +215,16 @@ def _rows(
             KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
         )  # fmt: skip
     else:
-        for tx in range(KW):
-            sums = _columns(
-                sums, g, level, tx, scores, values, key_mask, tables, y0, x0 + tx, h, channel,
+        sums = _pieces(
+            sums, g, level, scores, values, key_mask, tables, y0, x0, h, channel,
+            H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+            0, BAND, KH // BAND, HP, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
+        )  # fmt: skip
+        if KH % BAND > 0:
+            sums = _pieces(
+                sums, g, level, scores, values, key_mask, tables, y0, x0, h, channel,
                 H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
+                KH - KH % BAND, KH % BAND, 1, HP, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
             )  # fmt: skip
     far = tl.zeros([N], tl.int32)
     for _ in range(one_turn(H)):
@@ -218,7 +245,7 @@ def delta(
     ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, BAND: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +270,7 @@ def delta(
     far = _rows(
         scores, values, tables, key_mask, grad, lse_in, delta_out, block, oy, ox, h, channel, y0, x0,
         H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-        HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
+        HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BAND, BIASED, SCALED, MASKED, STACK, SHARED, PARTS,
     )  # fmt: skip
     if SHARED:
         # Then once more, a row at a time.
@@ -251,5 +278,5 @@ def delta(
             _rows(
                 scores, values, tables, key_mask, grad, lse_in, delta_out, block, oy + r, ox, h, channel, y0 + r * SY, x0,
                 H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                HP, L, D, DP, KH, KW, SY, SX, N, 1, False, BIASED, SCALED, MASKED, STACK, False, PARTS,
+                HP, L, D, DP, KH, KW, SY, SX, N, 1, False, BAND, BIASED, SCALED, MASKED, STACK, False, PARTS,
             )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nearsight.ops.triton_support import next_power_of_two
 
-__all__ = ["Geometry", "chunk_of", "geometry", "heads_apart", "images_ahead", "lanes_of", "steps_of"]
+__all__ = ["Geometry", "band_of", "chunk_of", "geometry", "heads_apart", "images_ahead", "lanes_of", "steps_of"]
 
 # Of a multiprocessor, and a grid's second axis.
 REGISTERS = 65536
@@ -18,6 +18,8 @@ MOST_AT_ONCE = 32
 LARGEST_CHUNK = 16
 # All taps at once while the tables' sums of a program fit its registers: 3×3 with two queries.
 UNROLLED_SUMS = 18
+# Weights of a column of taps, over the queries and the two windows of a thread, that are written out: more compile for long.
+WRITTEN_OUT = 28
 
 
 class Geometry(NamedTuple):
@@ -51,7 +53,7 @@ def geometry(
     """
     lanes = lanes_of(dim, half)
     unroll = window[0] * window[1] * queries <= UNROLLED_SUMS
-    rows = 1 if queries > 2 else 2
+    rows = _windows_of_a_thread(queries)
     # More rows load fewer pixels twice but leave fewer warps to hide the loads: measured for both kinds of windows.
     tall = rows == 2 and max(stride) == 1 and max(window) <= 7
     if kernel == "forward":
@@ -74,6 +76,27 @@ def geometry(
         return Geometry(lanes, rows, 0, unroll, 160) if half else Geometry(lanes, rows, 4, unroll, 128)
     # Enough pixels per program that its sums for the tables weigh little beside the maps, enough programs to fill the GPU.
     return Geometry(lanes, rows, 4 if unroll and height > 14 else 7, unroll)
+
+
+def _windows_of_a_thread(queries: int) -> int:
+    return 1 if queries > 2 else 2
+
+
+def band_of(taps: int, queries: int, stride: int) -> int:
+    """How many of a column's `taps` the kernels write out at a time; those left over by such bands are written out, too.
+
+    All, or where that is too much code as many as are not; in the gradients a band begins with the same row of windows' taps as
+    the column does, so it is a multiple of the stride.
+
+    >>> [band_of(taps, queries, 1) for taps, queries in ((7, 2), (3, 9), (11, 9), (7, 9), (11, 5))]
+    [7, 3, 2, 2, 3]
+    """
+    most = WRITTEN_OUT // (queries * _windows_of_a_thread(queries))
+    bands = range(stride, taps, stride)
+    if taps <= most or not bands:
+        return taps
+    code = {band: band + taps % band for band in bands}
+    return max((band for band in bands if code[band] <= most), default=min(bands, key=code.__getitem__))
 
 
 def lanes_of(dim: int, half: bool) -> int:

@@ -27,6 +27,7 @@ from nearsight.ops.qna.lanes import (
     logits,
     neighbours,
     one_turn,
+    piece,
     row_pointers,
     score_pointers,
     store_channels,
@@ -40,14 +41,13 @@ __all__ = ["backward"]
 @triton.jit
 def _scatter_taps(
     dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, q0, ox, OH, OW,
-    KH: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    QLOW: tl.constexpr, QROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
+    KH: tl.constexpr, LEAD: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr,
     HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, LONE: tl.constexpr,
 ):  # fmt: skip
-    """The body of `_scatter_column`'s loop."""
+    """The body of `_scatter_column`'s loop. Row r of the program is tap r + LEAD − SY·q of row q of the windows."""
     per: tl.constexpr = L if STACK else 1
-    # Row r of the program is tap r + LEAD − SY·q of row q of the windows.
-    LEAD: tl.constexpr = (KH - 1) // 2 - SY * QLOW
     group: tl.constexpr = (BIASED + SCALED) * L
     b = load_table(table_at, BIASED, 0, KH, L, group)
     w = load_table(table_at, SCALED, BIASED * L, KH, L, group)
@@ -119,25 +119,28 @@ def _scatter_taps(
 def _scatter_column(
     dv, ds, db, dw, v, s, tx, grad, lse_in, delta_in, tables, dealt, again, q0, ox, h, channel,
     OH, OW, HEADS,
-    HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, QLOW: tl.constexpr, QROWS: tl.constexpr,
+    HP: tl.constexpr, TAPS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr, HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
     PARTS: tl.constexpr, LONE: tl.constexpr,
 ):  # fmt: skip
     """What the windows that see the pixels in column tx of their taps give to the pixels' gradients and the tables'.
 
-    db and dw are the column's, over (ty, l). With a SHARE of them each lane stores its own from `dealt` on; those of an earlier
-    tile are there `again`.
+    TAPS of the column's KH; `tables`, `dealt` and the windows' row q0 are those of the first. db and dw are theirs, over
+    (ty, l). With a SHARE of them each lane stores its own from `dealt` on; those of an earlier tile are there `again`.
     """
     per: tl.constexpr = L if STACK else 1
+    # The rows of windows that see a tile begin this far below q0.
+    QLOW: tl.constexpr = -((TAPS - 1 - (KH - 1) // 2) // SY)
+    QROWS: tl.constexpr = (ROWS - 1 + (KH - 1) // 2) // SY - QLOW + 1
     group: tl.constexpr = (BIASED + SCALED) * L
-    table_at = table_pointers(tables, h, tx, 1, HP, KH, KW, group)
+    table_at = table_pointers(tables, h, tx, 1, HP, TAPS, KW, group)
     grad_at = ()
     lse_at = ()
     delta_at = ()
     sum_at = ()
     if SHARE > 0:
-        for ty in tl.static_range(KH):
+        for ty in tl.static_range(TAPS):
             for i in tl.static_range(SHARE):
                 sum_at = sum_at + (dealt + ((i // L * KH + ty) * KW * L + tx * L + i % L) * HEADS,)
     oxc = clamp(ox, OW)
@@ -152,7 +155,7 @@ def _scatter_column(
     for _ in range(one_turn(OH)):
         dv, ds, db, dw = _scatter_taps(
             dv, ds, db, dw, v, s, table_at, grad_at, lse_at, delta_at, sum_at, again, q0, ox, OH, OW,
-            KH, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
+            TAPS, (KH - 1) // 2 - SY * QLOW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
         )  # fmt: skip
         table_at = for_next_turn(table_at, OH)
         grad_at = for_next_turn(grad_at, OH)
@@ -160,6 +163,47 @@ def _scatter_column(
         delta_at = for_next_turn(delta_at, OH)
         sum_at = for_next_turn(sum_at, OH)
     return dv, ds, db, dw
+
+
+@triton.jit
+def _scatter_pieces(
+    dv, ds, v, s, grad, lse_in, delta_in, tables, dbias, dscale, dealt, owner, owners, later, q0, q_column, phase, h, channel,
+    OH, OW, HEADS,
+    FIRST: tl.constexpr, TAPS: tl.constexpr, PIECES: tl.constexpr, HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SY: tl.constexpr, SX: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, STACK: tl.constexpr, HB: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr,
+    PARTS: tl.constexpr, LONE: tl.constexpr,
+):  # fmt: skip
+    """What the windows give to the pixels' gradients, and to the tables' stored sums: of every column of taps that sees them the
+    PIECES of TAPS taps from row FIRST on, all multiples of SY.
+    """
+    zero = tl.zeros([N], tl.float32)
+    # With as many heads as lanes or more, a block beyond the columns of its phase must not store.
+    every: tl.constexpr = HB > 0 and (SX == 1 or HB < N)
+    first_tx = (phase + (KW - 1) // 2) % SX
+    for n in range((KW - first_tx + SX - 1) // SX * PIECES):
+        i, ty = piece(n, FIRST, TAPS, PIECES)
+        tx = first_tx + i * SX
+        before = ty * (KW * L) * HEADS
+        db = filled(TAPS * L, zero)
+        dw = filled(TAPS * L, zero)
+        dv, ds, db, dw = _scatter_column(
+            dv, ds, db, dw, v, s, tx, grad, lse_in, delta_in, tables + ty * (KW * HP * ((BIASED + SCALED) * L)), dealt + before,
+            later, q0 - ty // SY, q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
+            HP, TAPS, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
+        )  # fmt: skip
+        again = tl.where(later, N if every else owners, 0)
+        if SHARE > 0:
+            pass
+        elif BIASED and SCALED:
+            store_sums(
+                dbias + before, db + dw, tx, owner, owners, again, HEADS, HB, N, 2, 1, TAPS, KH, KW, L, True, every
+            )
+        elif BIASED:
+            store_sums(dbias + before, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, TAPS, KH, KW, L, True, every)
+        elif SCALED:
+            store_sums(dscale + before, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, TAPS, KH, KW, L, True, every)
+    return dv, ds
 
 
 @triton.jit
@@ -236,14 +280,15 @@ def backward(
     ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, tiles, chunk,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
-    N: tl.constexpr, HB: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    QLOW: tl.constexpr, QROWS: tl.constexpr, LONE: tl.constexpr, FETCH: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, HB: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, BAND: tl.constexpr,
+    LONE: tl.constexpr, FETCH: tl.constexpr, EARLY: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores and values, gathered over the windows that see each pixel, and partial sums of the tables'.
 
     The `tiles` of ROWS rows of all images are dealt out to the programs of the second axis. A program's pixels are SX columns
-    apart, so that all of them are the same columns of taps of the windows that see them; likewise ROWS is a multiple of SY.
+    apart, so that all of them are the same columns of taps of the windows that see them; likewise ROWS is a multiple of SY, and
+    BAND unless it is all of a column's taps.
     Unrolled (SX = 1), the tables' sums stay in registers over the tiles; otherwise they are summed over the lanes and added to
     what is stored: a tap's when it is done, dealt out (SHARE > 0), or a column's of taps.
     """
@@ -271,16 +316,13 @@ def backward(
     value_column = (xc * vs_x)[:, None] + channel
 
     zero = tl.zeros([N], tl.float32)
-    cols: tl.constexpr = KW if UNROLL else 1
-    # With as many heads as lanes or more, a block beyond the columns of its phase must not store.
-    every: tl.constexpr = HB > 0 and (SX == 1 or HB < N)
     # Where the tables' sums are dealt out each lane's share begins here: (t, l) of the tap (0, 0).
     dealt = dbias + owner
     if SHARE > 0:
         place = dealt_place(HB, N, (BIASED + SCALED) * L)
         dealt += (place // L * (KH * KW * L) + place % L) * HEADS
-    db = filled(KH * L * cols, zero)
-    dw = filled(KH * L * cols, zero)
+    db = filled(KH * L * KW if UNROLL else 0, zero)
+    dw = filled(KH * L * KW if UNROLL else 0, zero)
     tile_rows = tl.cdiv(H, ROWS)
     # One program after the other takes a chunk of neighbouring tiles until there are none left, so that all are in neighbouring
     # images at a time. A chunk is a power of two.
@@ -325,30 +367,22 @@ def backward(
                 dv, ds, db_column, dw_column = _scatter_column(
                     dv, ds, db[tx * KH * L : (tx + 1) * KH * L], dw[tx * KH * L : (tx + 1) * KH * L], v, s, column,
                     grad_b, lse_b, delta_b, tables, dealt, True, y0 // SY, x + ((KW - 1) // 2 - column), h, channel,
-                    OH, OW, HEADS, HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, 0, PARTS, LONE,
+                    OH, OW, HEADS, HP, KH, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, STACK, HB, N, 0, PARTS, LONE,
                 )  # fmt: skip
                 db = db[: tx * KH * L] + db_column + db[(tx + 1) * KH * L :]
                 dw = dw[: tx * KH * L] + dw_column + dw[(tx + 1) * KH * L :]
         else:
-            first_tx = (phase + (KW - 1) // 2) % SX
-            for i in range((KW - first_tx + SX - 1) // SX):
-                tx = first_tx + i * SX
-                db = filled(KH * L, zero)
-                dw = filled(KH * L, zero)
-                dv, ds, db, dw = _scatter_column(
-                    dv, ds, db, dw, v, s, tx, grad_b, lse_b, delta_b, tables, dealt, later, y0 // SY,
-                    q_column + ((phase + (KW - 1) // 2) // SX - i), h, channel, OH, OW, HEADS,
-                    HP, KH, KW, SY, L, ROWS, D, DP, QLOW, QROWS, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
+            dv, ds = _scatter_pieces(
+                dv, ds, v, s, grad_b, lse_b, delta_b, tables, dbias, dscale, dealt, owner, owners, later, y0 // SY,
+                q_column, phase, h, channel, OH, OW, HEADS, 0, BAND, KH // BAND,
+                HP, KH, KW, SY, SX, L, ROWS, D, DP, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
+            )  # fmt: skip
+            if KH % BAND > 0:
+                dv, ds = _scatter_pieces(
+                    dv, ds, v, s, grad_b, lse_b, delta_b, tables, dbias, dscale, dealt, owner, owners, later, y0 // SY,
+                    q_column, phase, h, channel, OH, OW, HEADS, KH - KH % BAND, KH % BAND, 1,
+                    HP, KH, KW, SY, SX, L, ROWS, D, DP, BIASED, SCALED, STACK, HB, N, SHARE, PARTS, LONE,
                 )  # fmt: skip
-                again = tl.where(later, N if every else owners, 0)
-                if SHARE > 0:
-                    pass
-                elif BIASED and SCALED:
-                    store_sums(dbias, db + dw, tx, owner, owners, again, HEADS, HB, N, 2, 1, KH, KW, L, True, every)
-                elif BIASED:
-                    store_sums(dbias, db, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
-                elif SCALED:
-                    store_sums(dscale, dw, tx, owner, owners, again, HEADS, HB, N, 1, 1, KH, KW, L, True, every)
             # One lane stores what several load for the next tile; what is dealt out, each lane stores for itself.
             if SHARE == 0:
                 tl.debug_barrier()
@@ -358,6 +392,6 @@ def backward(
         y0 = next_y
     if UNROLL:
         if BIASED:
-            store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
+            store_sums(dbias, db, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KH, KW, L, False, False)
         if SCALED:
-            store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KW, L, False, False)
+            store_sums(dscale, dw, 0, owner, owners, owners, HEADS, HB, N, 1, KW, KH, KH, KW, L, False, False)

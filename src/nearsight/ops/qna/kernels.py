@@ -30,6 +30,7 @@ from nearsight.ops.qna.lanes import (
     logits,
     neighbours,
     one_turn,
+    piece,
     store_channels,
     store_neighbours,
 )
@@ -72,7 +73,7 @@ def pack(
 @triton.jit
 def _attend_taps(
     m, z, acc, table_at, at, value_at, mask_at, y0, x, H, W,
-    COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, KH: tl.constexpr, ALL: tl.constexpr, SY: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +124,7 @@ def _attend_taps(
     if SPLIT:
         faded = ()
         for i in tl.static_range(ROWS * L):
-            if COLS == KW:
+            if ALL:
                 faded = faded + (tl.zeros_like(acc[i]),)
             else:
                 faded = faded + (acc[i] * old[i][:, None],)
@@ -155,12 +156,12 @@ def _attend(
     H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
     COLS: tl.constexpr, HP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
-    SPLIT: tl.constexpr, PARTS: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Columns tx … tx + COLS − 1 of the windows' taps, the first of which lies at x.
+    """KH taps of columns tx … tx + COLS − 1 of the windows', the first of which lies at (y0, x) and first in `tables`.
 
-    Maxima m, Σ exp(logit − m) and Σ exp(logit − m)·scale·value so far, SPLIT by query. All columns at once
-    (COLS = KW) need nothing from before; not SPLIT, the values' sums are then divided already and summed over the queries.
+    Maxima m, Σ exp(logit − m) and Σ exp(logit − m)·scale·value so far, SPLIT by query. ALL taps at once need nothing from
+    before; not SPLIT, the values' sums are then divided already and summed over the queries.
     """
     count: tl.constexpr = (ROWS - 1) * SY + KH
     group: tl.constexpr = (BIASED + SCALED) * L
@@ -171,7 +172,7 @@ def _attend(
     for _ in range(one_turn(H)):
         m, z, acc = _attend_taps(
             m, z, acc, table_at, at, value_at, mask_at, y0, x, H, W,
-            COLS, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, SPLIT, PARTS,
+            COLS, KH, ALL, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, SPLIT, PARTS,
         )  # fmt: skip
         at = for_next_turn(at, H)
         table_at = for_next_turn(table_at, H)
@@ -181,11 +182,30 @@ def _attend(
 
 
 @triton.jit
+def _attend_pieces(
+    m, z, acc, scores, values, key_mask, tables, y0, x0, h, channel,
+    H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+    FIRST: tl.constexpr, TAPS: tl.constexpr, PIECES: tl.constexpr, HP: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
+    L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, of every column the PIECES of TAPS taps from row FIRST on."""
+    for i in range(KW * PIECES):
+        tx, ty = piece(i, FIRST, TAPS, PIECES)
+        m, z, acc = _attend(
+            m, z, acc, tx, scores, values, key_mask, tables + ty * (KW * HP * ((BIASED + SCALED) * L)), y0 + ty, x0 + tx,
+            h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+            1, HP, TAPS, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, True, PARTS, False,
+        )  # fmt: skip
+    return m, z, acc
+
+
+@triton.jit
 def _forward_exact(
     scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
     HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, BAND: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of windows, each reduced by its own maximum."""
@@ -197,14 +217,19 @@ def _forward_exact(
         m, z, acc = _attend(
             m, z, acc, 0, scores, values, key_mask, tables, y0, x0, h, channel,
             H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split, PARTS,
+            KW, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split, PARTS, True,
         )  # fmt: skip
     else:
-        for tx in range(KW):
-            m, z, acc = _attend(
-                m, z, acc, tx, scores, values, key_mask, tables, y0, x0 + tx, h, channel,
+        m, z, acc = _attend_pieces(
+            m, z, acc, scores, values, key_mask, tables, y0, x0, h, channel,
+            H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
+            0, BAND, KH // BAND, HP, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, PARTS,
+        )  # fmt: skip
+        if KH % BAND > 0:
+            m, z, acc = _attend_pieces(
+                m, z, acc, scores, values, key_mask, tables, y0, x0, h, channel,
                 H, W, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                1, HP, KH, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, split, PARTS,
+                KH - KH % BAND, KH % BAND, 1, HP, KW, SY, L, ROWS, D, DP, BIASED, SCALED, MASKED, PARTS,
             )  # fmt: skip
 
     per: tl.constexpr = L if STACK else 1
@@ -338,17 +363,66 @@ def _store_rows(
 
 
 @triton.jit
+def _total_pieces(
+    z, ref, scores, values, key_mask, tables, y0, x0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x,
+    FIRST: tl.constexpr, TAPS: tl.constexpr, PIECES: tl.constexpr, HP: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
+    L: tl.constexpr, ROWS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The windows' Σ power·exp(bias) so far, over every column's PIECES of TAPS taps from row FIRST on too."""
+    count: tl.constexpr = (ROWS - 1) * SY + TAPS
+    group: tl.constexpr = (BIASED + SCALED) * L
+    for i in range(KW * PIECES):
+        tx, ty = piece(i, FIRST, TAPS, PIECES)
+        table_at, at, _, _ = column_pointers(
+            scores, values, key_mask, tables + ty * (KW * HP * group), tx, x0 + tx, y0 + ty, h, channel,
+            H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0, 1, HP, TAPS, KW, count, L, group, False,
+        )  # fmt: skip
+        for _ in range(one_turn(H)):
+            b = load_table(table_at, BIASED, 0, TAPS, L, group)
+            e = powers(at, y0 + ty, x0 + tx, H, W, ref, count, L)
+            z = _add_totals(z, e, b, TAPS, SY, L, ROWS, BIASED)
+            table_at = for_next_turn(table_at, H)
+            at = for_next_turn(at, H)
+    return z
+
+
+@triton.jit
+def _value_pieces(
+    acc, over, ref, scores, values, key_mask, tables, y0, x0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x,
+    FIRST: tl.constexpr, TAPS: tl.constexpr, PIECES: tl.constexpr, HP: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr,
+    L: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The windows' Σ_l Σ power·exp(bias)·scale·value / z so far, over the same."""
+    count: tl.constexpr = (ROWS - 1) * SY + TAPS
+    group: tl.constexpr = (BIASED + SCALED) * L
+    given: tl.constexpr = BIASED or SCALED
+    for i in range(KW * PIECES):
+        tx, ty = piece(i, FIRST, TAPS, PIECES)
+        table_at, at, value_at, _ = column_pointers(
+            scores, values, key_mask, tables + ty * (KW * HP * group), tx, x0 + tx, y0 + ty, h, channel,
+            H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0, 1, HP, TAPS, KW, count, L, group, False,
+        )  # fmt: skip
+        for _ in range(one_turn(H)):
+            w = load_table(table_at, given, group - L, TAPS, L, group)
+            e = powers(at, y0 + ty, x0 + tx, H, W, ref, count, L)
+            acc = _add_values(acc, e, w, over, value_at, TAPS, SY, L, ROWS, D, DP, given)
+            table_at = for_next_turn(table_at, H)
+            at = for_next_turn(at, H)
+            value_at = for_next_turn(value_at, H)
+    return acc
+
+
+@triton.jit
 def _forward_shared(
     scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
     H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
     HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    SY: tl.constexpr, SX: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, BAND: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of windows by exponentials once per pixel; whether a window is too far from its thread's reference."""
     count: tl.constexpr = (ROWS - 1) * SY + KH
     group: tl.constexpr = (BIASED + SCALED) * L
-    given: tl.constexpr = BIASED or SCALED
     tables += KH * KW * HP * group
     ref = reference(scores, ox * SX, oy * SY, h, H, W, HEADS, ss_y, ss_x, (ROWS - 1) * SY + 1, L, N)
     z = filled(ROWS * L, tl.zeros([N], tl.float32))
@@ -367,30 +441,25 @@ def _forward_shared(
             value_at = for_next_turn(value_at, H)
     else:
         # Twice over the scores: with the sums known, the queries' weights are added before they meet the values.
-        for tx in range(KW):
-            table_at, at, value_at, _ = column_pointers(
-                scores, values, key_mask, tables, tx, x0 + tx, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0,
-                1, HP, KH, KW, count, L, group, False,
+        z = _total_pieces(
+            z, ref, scores, values, key_mask, tables, y0, x0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x,
+            0, BAND, KH // BAND, HP, KW, SY, L, ROWS, BIASED, SCALED,
+        )  # fmt: skip
+        if KH % BAND > 0:
+            z = _total_pieces(
+                z, ref, scores, values, key_mask, tables, y0, x0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x,
+                KH - KH % BAND, KH % BAND, 1, HP, KW, SY, L, ROWS, BIASED, SCALED,
             )  # fmt: skip
-            for _ in range(one_turn(H)):
-                b = load_table(table_at, BIASED, 0, KH, L, group)
-                e = powers(at, y0, x0 + tx, H, W, ref, count, L)
-                z = _add_totals(z, e, b, KH, SY, L, ROWS, BIASED)
-                table_at = for_next_turn(table_at, H)
-                at = for_next_turn(at, H)
         over = _reciprocals(z)
-        for tx in range(KW):
-            table_at, at, value_at, _ = column_pointers(
-                scores, values, key_mask, tables, tx, x0 + tx, y0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x, 0, 0,
-                1, HP, KH, KW, count, L, group, False,
+        acc = _value_pieces(
+            acc, over, ref, scores, values, key_mask, tables, y0, x0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x,
+            0, BAND, KH // BAND, HP, KW, SY, L, ROWS, D, DP, BIASED, SCALED,
+        )  # fmt: skip
+        if KH % BAND > 0:
+            acc = _value_pieces(
+                acc, over, ref, scores, values, key_mask, tables, y0, x0, h, channel, H, W, HEADS, ss_y, ss_x, vs_y, vs_x,
+                KH - KH % BAND, KH % BAND, 1, HP, KW, SY, L, ROWS, D, DP, BIASED, SCALED,
             )  # fmt: skip
-            for _ in range(one_turn(H)):
-                w = load_table(table_at, given, group - L, KH, L, group)
-                e = powers(at, y0, x0 + tx, H, W, ref, count, L)
-                acc = _add_values(acc, e, w, over, value_at, KH, SY, L, ROWS, D, DP, given)
-                table_at = for_next_turn(table_at, H)
-                at = for_next_turn(at, H)
-                value_at = for_next_turn(value_at, H)
     far = tl.zeros([N], tl.int32)
     lse_at = ()
     out_at = ()
@@ -418,7 +487,7 @@ def forward(
     ss_b, ss_y, ss_x, vs_b, vs_y, vs_x, ms_b, ms_y, ms_x, ahead,
     ALIGN: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, BAND: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, STACK: tl.constexpr, SHARED: tl.constexpr,
     PARTS: tl.constexpr, FETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -446,18 +515,18 @@ def forward(
         far = _forward_shared(
             scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
             H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x,
-            HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BIASED, SCALED,
+            HP, L, D, DP, KH, KW, SY, SX, N, ROWS, UNROLL, BAND, BIASED, SCALED,
         )  # fmt: skip
         # Then once more, a row at a time.
         for r in range(tl.where(far, ROWS, 0)):
             _forward_exact(
                 scores, values, tables, key_mask, out, lse_out, block, oy + r, batch, ox, h, channel, y0 + r * SY, x0,
                 H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-                HP, L, D, DP, KH, KW, SY, N, 1, False, BIASED, SCALED, MASKED, STACK, PARTS,
+                HP, L, D, DP, KH, KW, SY, N, 1, False, BAND, BIASED, SCALED, MASKED, STACK, PARTS,
             )  # fmt: skip
     else:
         _forward_exact(
             scores, values, tables, key_mask, out, lse_out, block, oy, batch, ox, h, channel, y0, x0,
             H, W, OH, OW, HEADS, ss_y, ss_x, vs_y, vs_x, ms_y, ms_x,
-            HP, L, D, DP, KH, KW, SY, N, ROWS, UNROLL, BIASED, SCALED, MASKED, STACK, PARTS,
+            HP, L, D, DP, KH, KW, SY, N, ROWS, UNROLL, BAND, BIASED, SCALED, MASKED, STACK, PARTS,
         )  # fmt: skip

@@ -8,6 +8,9 @@ Triton's coalescing pass walks nearly the whole program for every load and store
 loop carries the pointer. So loads and stores stand in loops over `one_turn`, which run once and which only LLVM knows to do so:
 it removes them, and compiling takes a third of the time.
 
+Code grows with the taps that are written out. Where a column of them is too many, a turn of the loop over the columns takes a
+piece of one, BAND of its KH taps; those that are left over make a loop of their own, so that no tap is masked.
+
 Letters: r a row of the program, l a query, (ty, tx) a tap, q a row of windows.
 """
 # mypy: ignore-errors
@@ -38,6 +41,7 @@ __all__ = [
     "logits",
     "neighbours",
     "one_turn",
+    "piece",
     "row_pointers",
     "score_pointers",
     "store_channels",
@@ -90,6 +94,12 @@ def for_next_turn(pointers, step):
     for i in tl.static_range(len(pointers)):
         t = t + (pointers[i] + step,)
     return t
+
+
+@triton.jit
+def piece(i, FIRST: tl.constexpr, TAPS: tl.constexpr, PIECES: tl.constexpr):
+    """The i-th of all columns' PIECES of TAPS taps each, the upper ones in row FIRST: its column and its first row."""
+    return i // PIECES, FIRST + i % PIECES * TAPS
 
 
 @triton.jit

@@ -78,9 +78,12 @@ def dealt_place(HB: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
 @triton.jit
 def store_sums(
     partial, sums, tx, owner, owners, again, HEADS, HB: tl.constexpr, N: tl.constexpr, TABLES: tl.constexpr,
-    COLS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, ADD: tl.constexpr, EVERY: tl.constexpr,
+    COLS: tl.constexpr, TAPS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, L: tl.constexpr, ADD: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """Sum the entries (table, j, ty, l) of `sums` over the lanes of a head and store them as columns tx … of the tables.
+
+    These are TAPS of a column's KH; `partial` begins with the first row of them.
 
     The first `owners` lanes store, each for its head `owner`. With ADD, the first `again` stored there before and add to it; all
     loads come before any store, since the compiler cannot know that an entry's store leaves the next one's load alone. EVERY lane
@@ -90,7 +93,7 @@ def store_sums(
     at = ()
     for t in tl.static_range(TABLES):
         for j in tl.static_range(COLS):
-            for ty in tl.static_range(KH):
+            for ty in tl.static_range(TAPS):
                 for l in tl.static_range(L):
                     at = at + (partial + owner + (((t * KH + ty) * KW + tx + j) * L + l) * HEADS,)
     old = sums

@@ -11,7 +11,16 @@ from torch import Tensor
 from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
 from nearsight.ops.qna.call import OP, QnACall
-from nearsight.ops.qna.geometry import Geometry, chunk_of, geometry, heads_apart, images_ahead, lanes_of, steps_of
+from nearsight.ops.qna.geometry import (
+    Geometry,
+    band_of,
+    chunk_of,
+    geometry,
+    heads_apart,
+    images_ahead,
+    lanes_of,
+    steps_of,
+)
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
@@ -154,6 +163,7 @@ class Problem(NamedTuple):
             "N": g.lanes,
             "ROWS": g.rows,
             "UNROLL": g.unroll,
+            "BAND": band_of(self.window[0], self.scores.shape[3], self.stride[0]),
             "BIASED": self.biased,
             "SCALED": self.scaled,
             "MASKED": self.key_mask is not None,
@@ -244,7 +254,7 @@ def launch_backward(
     from nearsight.ops.qna import gradient_kernels
 
     g = p.geometry("backward")
-    (batch, height, width, heads), (kh, kw), (sy, sx) = p.values.shape[:4], p.window, p.stride
+    (batch, height, width, heads), (kh, kw), sx = p.values.shape[:4], p.window, p.stride[1]
     tiles = batch * -(-height // g.rows)
     columns = -(-width // sx)
     blocks = -(-columns * heads // g.lanes)
@@ -258,9 +268,6 @@ def launch_backward(
     # Where lanes of one head are a fixed number apart their sums need no loop, which large windows would run through often.
     # Small windows sum once per program and are compiled once for all head counts.
     apart, share = (0, 0) if g.unroll else (heads_apart(heads, g.lanes), p.share(g.lanes))
-    # The rows of windows that see a tile begin this far above its first row's.
-    first = -(-((kh - 1) // 2 - kh + 1) // sy)
-    last = (g.rows - 1 + (kh - 1) // 2) // sy
     launch(
         gradient_kernels.backward,
         (blocks * sx, programs),
@@ -279,8 +286,6 @@ def launch_backward(
         SHARE=share,
         LONE=p.lone,
         FETCH=p.fetches(g),
-        QLOW=first,
-        QROWS=last - first + 1,
         **p.constants(g),
     )
     return sums
