@@ -67,9 +67,12 @@ def test_windows(window, size):
 
 @interpreted
 def test_a_window_too_tall_for_the_walk():
-    window = (TALLEST_WALK + 2, 3)
-    compare(make(window=window, size=(7, 5), mask=0.8, heads=1), window)
-    compare(make(window=window, size=(7, 5), content=False, heads=1), window)
+    tallest = TALLEST_WALK[4]
+    for window in (tallest + 2, 3), (tallest + 6, 3):
+        compare(make(window=window, size=(7, 5), mask=0.8, heads=1), window)
+        compare(make(window=window, size=(7, 5), content=False, heads=1), window)
+    window = (TALLEST_WALK[2] + 2, 3)
+    compare(make(BFLOAT, window=window, size=(7, 5), mask=0.8, heads=1), window)
 
 
 @interpreted

@@ -142,14 +142,15 @@ def _axis_bias(
     HAS: tl.constexpr,
     LARGE: tl.constexpr,
     dtype: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
-    """Move each query's terms of one axis from taps to N places of the halo, −LARGE where window or image ends.
+    """Move each query's terms of one axis from `taps`, FIRST on, to N places of the halo, −LARGE where window or image ends.
 
     Rounded to `dtype` as the backward's table is: its probabilities must sum to 1 with the log-sum-exp saved here.
     """
     tap, fits = _taps_of(position, first, size, TAPS, N, CHECK_IMAGE)
     if HAS:
-        return tl.where(fits, tl.gather(taps, tap & (HS - 1), 1).to(dtype).to(tl.float32), -LARGE)
+        return tl.where(fits, tl.gather(taps, (tap & (HS - 1)) + FIRST, 1).to(dtype).to(tl.float32), -LARGE)
     else:
         return tl.where(fits, 0.0, -LARGE)
 

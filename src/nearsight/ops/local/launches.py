@@ -250,7 +250,7 @@ def _launch_gradients(
     q, k, v, rel_row, rel_col, *_ = call
     tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
     found = [t for t in tables if t is not None]
-    walk = call.window[0] <= TALLEST_WALK
+    walk = call.window[0] <= TALLEST_WALK[q.element_size()]
     if walk and lean >= 2:
         # Leaner than any walk: two passes, from the measured ones on.
         walk, lean = False, lean - 2

@@ -8,9 +8,9 @@ Their loops over the halo are not unrolled: with a window of 31 rows that took m
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add
-from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative, _table
-from nearsight.ops.local.kernels import RUNTIME, _strip, _within
+from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum
+from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative
+from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _strip, _within
 
 __all__ = ["backward_keys", "backward_queries"]
 
@@ -128,16 +128,16 @@ def backward_queries(
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
             taps = dot(q, rel, PRECISION)
+        col = _axis_bias(taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         dq = tl.zeros((M, G * DP), tl.float32)
         dtaps = tl.zeros((M, 2 * HS), tl.float32)
         for chunk in range(CHUNKS):
             halo_y = y0 - PY + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
-            table = _table(
-                taps, qy, qx, y0 - PY, x0 - PX, chunk * NR, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype
-            )
-            s = dot(table, tl.trans(codes), PRECISION)
+            down = chunk * NR
+            row = _axis_bias(taps, qy - down, y0 - PY + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype, HS)
+            s = tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
                 s = dot_add(q, tl.trans(k), s, PRECISION)
@@ -150,7 +150,7 @@ def backward_queries(
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
             if HAS_K:
-                dq = dot_add(ds, k, dq, PRECISION)
+                dq = dot_sum(ds, k, dq, PRECISION)
             if HAS_REL:
                 dtable = dot(ds, codes, PRECISION)
                 # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy − rows.
@@ -240,6 +240,8 @@ def backward_keys(
     NK: tl.constexpr = NR * NC
     SL: tl.constexpr = 2 * TX
     HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
+    # Three TF32 products keep 22 bits of a term and cut their sums.
+    TERMS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     # The last tap looks back furthest.
     BY: tl.constexpr = KH - 1 - (KH - 1) // 2
     BX: tl.constexpr = KW - 1 - (KW - 1) // 2
@@ -315,18 +317,18 @@ def backward_keys(
                 table = tl.where(fits, tl.gather(taps, place, 0), -LARGE).to(dtype)
             else:
                 table = tl.where(fits, 0.0, -LARGE).to(dtype)
-            s = dot(codes, table, PRECISION)
+            s = dot(codes, table, TERMS)
             if HAS_K:
                 s = dot_add(k, tl.trans(q), s, PRECISION)
             lse_rows = tl.reshape(tl.broadcast_to(lse[:, None, :], (G, MQ, NK)), (M, NK))
             rest_rows = tl.reshape(tl.broadcast_to(rest[:, None, :], (G, MQ, NK)), (M, NK))
             delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
             p = _probabilities(s * scale_log2, lse_rows, rest_rows, LSE_PARTS)
-            dv = dot_add(p.to(dtype), grad, dv, PRECISION)
+            dv = dot_sum(p.to(dtype), grad, dv, PRECISION)
             if HAS_K:
                 dp = dot(v, tl.trans(grad), PRECISION)
                 ds = (p * (dp - delta_rows)).to(dtype)
-                dk = dot_add(ds, q, dk, PRECISION)
+                dk = dot_sum(ds, q, dk, PRECISION)
         if HAS_MASK:
             attended = tl.load(mask_ptr + pixel, mask=inside, other=0) != 0
             dk = tl.where(attended[:, None], dk, 0.0)
