@@ -162,7 +162,7 @@ def backward_queries(
         if HAS_REL:
             dtaps_low = dtaps.to(dtype)
             dq = dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
-            drel = dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
+            drel = dot_sum(tl.trans(dtaps_low), q, drel, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
     if HAS_REL:

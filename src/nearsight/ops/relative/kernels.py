@@ -10,7 +10,7 @@ In float32 LOGITS are plain products: what three TF32 ones leave out of a logit 
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, reciprocal
+from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum, exp2, reciprocal
 
 __all__ = ["forward", "key_gradients", "position_gradients", "positions", "query_gradients"]
 
@@ -167,9 +167,9 @@ def _walk(
                     p = exp2((logits[r] + (addend[r] - best)[:, None]) * unit).to(dtype)
                 else:
                     p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
-                out = dot_add(p, v, out, PRECISION)
+                out = dot_sum(p, v, out, PRECISION)
                 # The tensor cores add up as they go: no lane waits for another.
-                total = dot_add(p, ones, total, PRECISION)
+                total = dot_sum(p, ones, total, PRECISION)
     return out, tl.max(total, 1), largest
 
 
@@ -362,8 +362,8 @@ def query_gradients(
                 of_column += ds
                 ds = ds.to(dtype)
                 # Σ over the row's columns goes to column r.
-                of_rows = dot_add(ds, tl.where(to_row == r, 1.0, 0.0).to(dtype), of_rows, PRECISION)
-                dq = dot_add(ds, k, dq, PRECISION)
+                of_rows = dot_sum(ds, tl.where(to_row == r, 1.0, 0.0).to(dtype), of_rows, PRECISION)
+                dq = dot_sum(ds, k, dq, PRECISION)
             y = y0 + tl.arange(0, 8)[None, :]
             to = of_row_ptr + y * n + i[:, None]
             mine = use[:, None] & (y < tl.minimum(H, y0 + ROWS))
@@ -469,9 +469,9 @@ def key_gradients(
         if HAS_MASK:
             exponent += masked[:, None]
         p = exp2(exponent)
-        dv = dot_add(p.to(dtype), grad, dv, PRECISION)
+        dv = dot_sum(p.to(dtype), grad, dv, PRECISION)
         ds = p * (dot(v, tl.trans(grad), PRECISION) - delta[None, :])
-        dk = dot_add(ds.to(dtype), q, dk, PRECISION)
+        dk = dot_sum(ds.to(dtype), q, dk, PRECISION)
     channels = heads * (2 * D + DV)
     to = (b * n + j)[:, None] * channels
     tl.store(dk_ptr + to + h * D + d[None, :], (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
@@ -540,8 +540,8 @@ def position_gradients(
             ).to(tl.float32)
         of_row = of_row.to(dtype)
         of_col = tl.load(of_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key, mask=inside, other=0.0)
-        drow = dot_add(of_row, q, drow, PRECISION)
-        dcol = dot_add(tl.trans(of_col), q, dcol, PRECISION)
+        drow = dot_sum(of_row, q, drow, PRECISION)
+        dcol = dot_sum(tl.trans(of_col), q, dcol, PRECISION)
         to = dq_ptr + (image * n + y * W + x)[:, None] * CHANNELS + h * D + d[None, :]
         use = (x < W)[:, None] & (d < D)[None, :]
         dq = tl.load(to, mask=use, other=0.0).to(tl.float32)
