@@ -142,9 +142,12 @@ def test_keys_of_a_program(keys, queries):
 @interpreted
 @pytest.mark.parametrize("pixels", [1, 10**9])
 def test_large_logits(pixels):
-    """Several hundred: only differences from the largest may be exponentiated, and a later row may bring it."""
+    """Several hundred: only differences from the largest may be exponentiated, and a later row may bring it.
+
+    Of few queries nearly all have one key, and the largest errors of the others, ours and torch's, are a matter of luck.
+    """
     with bounded_from(pixels):
-        compare(make(size=(5, 6), spread=8.0), scale=1.0)
+        compare(make(size=(9, 10), batch=2, spread=8.0), scale=1.0)
 
 
 @interpreted

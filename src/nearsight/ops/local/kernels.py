@@ -18,7 +18,7 @@ Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponent
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum, exp2
+from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum, exp2, log2
 
 __all__ = ["forward"]
 
@@ -343,7 +343,7 @@ def forward(
         stat_in = inside & (h0 + g < heads)
         stats = lse_ptr + LSE_PARTS * (pixel * heads + h0 + g)
         if LSE_PARTS == 1:
-            tl.store(stats, tl.where(some, base + tl.log2(total), LARGE), mask=stat_in)
+            tl.store(stats, tl.where(some, base + log2(total), LARGE), mask=stat_in)
         else:
             tl.store(stats, tl.where(some, base, LARGE), mask=stat_in)
             tl.store(stats + 1, tl.where(some, tl.log2(total), 0.0), mask=stat_in)

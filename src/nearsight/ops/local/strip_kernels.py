@@ -9,7 +9,7 @@ starts from the column terms.
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, log2
 from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _half_table, _strip, _within
 
 __all__ = ["forward"]
@@ -170,4 +170,4 @@ def forward(
         pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
         out_at = (pixel * heads * D)[:, None] + (head * D + c)[None, :]
         tl.store(out_ptr + out_at, acc.to(dtype), mask=mine)
-        tl.store(lse_ptr + pixel * heads + head, tl.where(some, base + tl.log2(total), LARGE), mask=inside)
+        tl.store(lse_ptr + pixel * heads + head, tl.where(some, base + log2(total), LARGE), mask=inside)

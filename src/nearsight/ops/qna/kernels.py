@@ -12,7 +12,7 @@ from the largest are then taken before they are multiplied, as exact as the logi
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import reciprocal
+from nearsight.ops.arithmetic.kernels import log2, reciprocal
 from nearsight.ops.early_kernels import begin
 from nearsight.ops.qna.lanes import (
     LOG2E,
@@ -26,7 +26,6 @@ from nearsight.ops.qna.lanes import (
     lanes,
     load_channels,
     load_table,
-    log2,
     logits,
     neighbours,
     one_turn,

@@ -37,7 +37,6 @@ __all__ = [
     "load_channels",
     "load_neighbours",
     "load_table",
-    "log2",
     "logits",
     "neighbours",
     "one_turn",
@@ -121,16 +120,6 @@ def inside(y, x, H, W):
     """Whether the pixels (one y, a tensor of x) lie in the image."""
     limit = tl.where((y >= 0) & (y < H), W, 0)
     return x.to(tl.uint32) < limit.to(tl.uint32)
-
-
-@triton.jit
-def log2(x):
-    """On NVIDIA one instruction (error 2⁻²² for the sums here), where the library's logarithm takes twenty."""
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log2(x)
 
 
 @triton.jit

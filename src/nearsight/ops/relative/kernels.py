@@ -206,7 +206,7 @@ def forward(
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """M queries of one head of one image: their outputs, and log₂ Σ 2^logit.
+    """M queries of one head of one image: their outputs, and log₂ Σ 2^logit (float32: see `_load_lse`).
 
     With a BOUND, |q·k| ≤ ‖q‖·max‖k‖: a logit is at most largest = top + ‖q‖·max‖k‖, and the largest one at least
     top − ‖q‖·max‖k‖. Where both are close enough for float32's exponents, nothing is compared or rescaled on the way.
@@ -274,7 +274,48 @@ def forward(
         # fmt: on
     to = out_ptr + ((b * n + i) * heads + h)[:, None] * DV + e[None, :]
     tl.store(to, (out * reciprocal(total)[:, None]).to(dtype), mask=(i < n)[:, None] & (e < DV)[None, :])
-    tl.store(lse_ptr + at + i, largest * unit + tl.log2(total), mask=i < n)
+    if PRECISION != "tf32":
+        tl.store(lse_ptr + 2 * (at + i), largest, mask=i < n)
+        tl.store(lse_ptr + 2 * (at + i) + 1, 1.0 / total, mask=i < n)
+    else:
+        tl.store(lse_ptr + at + i, largest * unit + tl.log2(total), mask=i < n)
+
+
+@triton.jit
+def _load_lse(lse_ptr, at, use, PRECISION: tl.constexpr):
+    """log₂ Σ 2^logit of queries, and a stand-in; in float32 the largest logit, unscaled, and 1 / the sum relative to it.
+
+    One number of some hundreds would be rounded by as much as shows in every weight, and a logarithm makes a weight of 1 one
+    of nearly 1.
+    """
+    if PRECISION != "tf32":
+        return tl.load(lse_ptr + 2 * at, mask=use, other=0.0), tl.load(lse_ptr + 2 * at + 1, mask=use, other=0.0)
+    else:
+        lse = tl.load(lse_ptr + at, mask=use, other=0.0)
+        return lse, lse
+
+
+@triton.jit
+def _keys_of_row(
+    q, grad, column, lse, rest, i, x, y, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+    D: tl.constexpr, DV: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys x of row y: themselves, the queries' weights of them, and g·v."""
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    j = y * W + x
+    at_row = y * n + i
+    k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+    v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
+    s = dot_add(q, tl.trans(k), column, LOGITS)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
+        s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+    a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+    if PRECISION == "tf32":
+        p = exp2(s * unit + (a * unit - lse)[:, None])
+    else:
+        p = exp2((s + (a - lse)[:, None]) * unit) * rest[:, None]
+    return k, p, dot(grad, tl.trans(v), PRECISION)
 
 
 @triton.jit
@@ -312,7 +353,7 @@ def query_gradients(
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """M queries of one head of one image: Σ dS·k, the gradients of their position logits, and g·y.
+    """M queries of one head of one image: Σ dS·k, the gradients of their position logits, and Σ P∘dP (in half types as g·y).
 
     dq lies like q, but dense: [B, n, channels of q, k and v]. The logits by row get one gradient per block of WB columns,
     [B·heads, PARTS, H, n].
@@ -322,22 +363,37 @@ def query_gradients(
     h = tl.program_id(0) // tiles % heads
     at = (b * heads + h) * n
     dtype = q_ptr.dtype.element_ty
-    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     use = i < n
     q = _tile(q_ptr + b * q_b + h * D, i, d, q_n, use, D)
     grad = _tile(grad_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
-    y_out = _tile(out_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
-    delta = tl.sum(grad.to(tl.float32) * y_out.to(tl.float32), 1)
-    tl.store(delta_ptr + at + i, delta, mask=use)
-    lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
+    lse, rest = _load_lse(lse_ptr, at + i, use, PRECISION)
     k_ptr += b * q_b + h * D
     v_ptr += b * q_b + h * DV
     by_row_ptr += at * H
     of_row_ptr += at * H * PARTS
     by_col_ptr += at * pitch
     of_col_ptr += at * pitch
+    if HAS_MASK:
+        mask_ptr += b * n
+    if PRECISION == "tf32":
+        y_out = _tile(out_ptr + b * n * heads * DV + h * DV, i, e, heads * DV, use, DV)
+        delta = tl.sum(grad.to(tl.float32) * y_out.to(tl.float32), 1)
+    else:
+        # Where a key has nearly all the weight, g·y leaves a rounding error of g·v in place of nothing.
+        delta = tl.zeros((M,), tl.float32)
+        for x0 in range(0, W, WB):
+            x = x0 + tl.arange(0, WB)
+            there = use[:, None] & (x < W)[None, :]
+            column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE)
+            for y in range(H):
+                _, p, dp = _keys_of_row(
+                    q, grad, column, lse, rest, i, x, y, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+                    D, DV, HAS_MASK, PRECISION,
+                )  # fmt: skip
+                delta += tl.sum(p * dp, 1)
+    tl.store(delta_ptr + at + i, delta, mask=use)
     dq = tl.zeros((M, DP), tl.float32)
     to_row = tl.arange(0, 8)[None, :] + tl.zeros((WB, 8), tl.int32)
     for x0 in range(0, W, WB):
@@ -348,17 +404,11 @@ def query_gradients(
         for y0 in range(0, H, ROWS):
             of_rows = tl.zeros((M, 8), tl.float32)
             for r in tl.static_range(ROWS):
-                j = (y0 + r) * W + x
-                at_row = (y0 + r) * n + i
-                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
-                v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-                s = dot_add(q, tl.trans(k), column, LOGITS)
-                if HAS_MASK:
-                    allowed = tl.load(mask_ptr + b * n + j, mask=(x < W) & (j < n), other=1)
-                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
-                a = tl.load(by_row_ptr + at_row, mask=use & (at_row < H * n), other=OUTSIDE).to(tl.float32)
-                p = exp2(s * unit + (a * unit - lse)[:, None])
-                ds = p * (dot(grad, tl.trans(v), PRECISION) - delta[:, None])
+                k, p, dp = _keys_of_row(
+                    q, grad, column, lse, rest, i, x, y0 + r, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+                    D, DV, HAS_MASK, PRECISION,
+                )  # fmt: skip
+                ds = p * (dp - delta[:, None])
                 of_column += ds
                 ds = ds.to(dtype)
                 # Σ over the row's columns goes to column r.
@@ -454,7 +504,7 @@ def key_gradients(
         column = tl.load(
             by_col_ptr + i[:, None] * pitch + c[None, :], mask=use[:, None] & (x0 + c < pitch)[None, :], other=0.0
         )
-        lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
+        lse, rest = _load_lse(lse_ptr, at + i, use, PRECISION)
         delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
         s = dot(k, tl.trans(q), LOGITS)
         s = dot_add(own_column, tl.trans(column), s, LOGITS)
@@ -464,11 +514,13 @@ def key_gradients(
             s = dot_add(own_row, row, s, LOGITS)
         else:
             row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
-            lse -= row * unit
-        exponent = s * unit - lse[None, :]
+            lse -= row if PRECISION != "tf32" else row * unit
+        exponent = s * unit - lse[None, :] if PRECISION == "tf32" else (s - lse[None, :]) * unit
         if HAS_MASK:
             exponent += masked[:, None]
         p = exp2(exponent)
+        if PRECISION != "tf32":
+            p *= rest[None, :]
         dv = dot_sum(p.to(dtype), grad, dv, PRECISION)
         ds = p * (dot(v, tl.trans(grad), PRECISION) - delta[None, :])
         dk = dot_sum(ds.to(dtype), q, dk, PRECISION)

@@ -220,7 +220,7 @@ def attend(call: RelativeCall, tile: QueryTile | None = None) -> tuple[Tensor, T
     bounds: tuple[Tensor | None, Tensor | None] = (None, None)
     if call.bounded():
         # Of each query's position logits the largest, of each row of keys the largest k·k.
-        bounds = torch.empty_like(lse), torch.empty((*lse.shape[:2], call.height), dtype=lse.dtype, device=lse.device)
+        bounds = _numbers(call, call.packed.shape[1]), _numbers(call, call.height)
     _fill_positions(call, by_row, by_col, bounds)
     tile = tile or (FORWARD_BOUNDED if call.bounded() else FORWARD, FORWARD_LARGE, FORWARD_LARGEST)[call.large]
     tiles, constants = _fit(tile, call)
@@ -239,7 +239,15 @@ def attend(call: RelativeCall, tile: QueryTile | None = None) -> tuple[Tensor, T
 def empty_outputs(packed: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
     batch, n, channels = packed.shape
     out = torch.empty((batch, n, channels - 2 * heads * dim), dtype=packed.dtype, device=packed.device)
-    return out, torch.empty((batch, heads, n), dtype=torch.float32, device=packed.device)
+    # In float32 two numbers a query: the kernels' `_load_lse`.
+    numbers = 2 * n if packed.dtype == torch.float32 else n
+    return out, torch.empty((batch, heads, numbers), dtype=torch.float32, device=packed.device)
+
+
+def _numbers(call: RelativeCall, count: int) -> Tensor:
+    """Room for so many of each image and head."""
+    shape = (call.packed.shape[0], call.heads, count)
+    return torch.empty(shape, dtype=torch.float32, device=call.packed.device)
 
 
 def gradients(
@@ -268,7 +276,7 @@ def gradients(
     parts = -(-call.width // constants["WB"])
     of_row = torch.empty((batch * call.heads, parts, *by_row.shape[1:]), dtype=by_row.dtype, device=device)
     of_col = torch.empty_like(by_col)
-    delta = torch.empty_like(lse)
+    delta = _numbers(call, n)
     inputs = (*call.views(call.packed), by_row, by_col, call.mask, grad)
     strides = (call.packed.stride(0), call.packed.stride(1))
     launch(

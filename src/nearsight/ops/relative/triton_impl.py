@@ -98,7 +98,7 @@ def _forward_op(
     height: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """packed [B, n, heads·(2·D + Dv)] → [B, n, heads·Dv], and log₂ Σ 2^logit in float32, [B, heads, n]."""
+    """packed [B, n, heads·(2·D + Dv)] → [B, n, heads·Dv], and log₂ Σ 2^logit, [B, heads, n] (float32: two numbers)."""
     return attend(make_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale))
 
 
