@@ -68,8 +68,9 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
         "v_b": v.stride(0),
         "v_y": v.stride(1),
         "v_x": v.stride(2),
-        "row_head": 0 if rel_row is None or rel_row.shape[0] == 1 else rel_row.stride(0),
-        "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else rel_col.stride(0),
+        # As `_positions_and_mask` leaves them, whatever their own strides.
+        "row_head": 0 if rel_row is None or rel_row.shape[0] == 1 else kh * dim // 2,
+        "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else kw * dim // 2,
         "scale_log2": scale * math.log2(math.e),
     }
     constants: dict[str, Any] = {
