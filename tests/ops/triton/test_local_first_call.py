@@ -79,7 +79,7 @@ def strided(step, *shape):
 
 
 def test_what_no_ring_was_written_for(driver, monkeypatch):
-    """Key masks, borders of zeros, dilation, missing tables and keys, other sizes, steps of no whole 32 bytes, maps that fit a tile."""
+    """Masks, borders of zeros, dilation, missing tables and keys, other sizes, steps of no whole 32 bytes, small maps."""
     from nearsight.ops.local import launches, triton_impl
 
     shape = (2, 20, 20, 2, 8)
@@ -149,6 +149,38 @@ def test_the_layers_form_too(driver):
     triton_impl._packed_gradients(out, packed.flatten(3).flatten(1, 2).detach(), out, lse, *rest)
     assert sorted(driver.launched) == compiled
     assert len(driver.compiled) == 3, "something was left to the backward"
+
+
+def test_a_ring_is_replayed(driver, monkeypatch):
+    """Gluon's kernels are launched again as Triton's are: on tensors of a CPU, by a driver that only writes down."""
+    from nearsight.ops.local import launches, triton_impl
+
+    calls = []
+
+    def launcher(source, _):
+        return lambda *arguments: calls.append((source.fn.fn.__name__, arguments))
+
+    monkeypatch.setattr(driver, "launcher_cls", launcher)
+    monkeypatch.setattr(launches, "_may_ring", lambda *_: True)
+    # Numbers of no other test: classes of calls are kept.
+    qkv = [torch.zeros(3, 9, 22, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    rel = [torch.zeros(2, 5, 4, dtype=torch.bfloat16) for _ in range(2)]
+    options = ([5, 5], [1, 1], False, 0.25)
+    seen = []
+    for _ in range(3):
+        calls.clear()
+        out, lse = triton_impl._forward_op._init_fn(*qkv, *rel, None, *options)
+        triton_impl._backward_op._init_fn(out, *qkv, *rel, None, out, lse, *options)
+        seen.append(list(calls))
+    assert [name for name, _ in seen[2]] == ["ring_forward", *RINGS]
+    for (name, direct), (_, replay) in zip(seen[1], seen[2], strict=True):
+        # Grid, stream and handles, then what hooks would want, then the arguments.
+        assert direct[:6] == replay[:6], name
+        tensors = [i for i, argument in enumerate(direct) if isinstance(argument, torch.Tensor)]
+        assert all(isinstance(replay[i], int) for i in tensors), name
+        rest = [i for i in range(9, len(direct)) if i not in tensors]
+        assert [direct[i] for i in rest] == [replay[i] for i in rest], name
+        assert len(direct) == len(replay), name
 
 
 def test_what_does_not_train_compiles_no_gradient(driver):
