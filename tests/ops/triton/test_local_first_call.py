@@ -127,6 +127,24 @@ def test_without_gluon_as_before(driver, monkeypatch):
     assert launched == ["forward", *STRIPS]
 
 
+def test_with_another_gluon_as_before(driver, monkeypatch):
+    """It is experimental: what a later version does not compile must not stop a call."""
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    from nearsight.ops.local import launches
+
+    @gluon.jit
+    def ring_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, row_ptr, col_ptr, H):
+        gl.a_name_of_long_ago(q_ptr)
+
+    monkeypatch.setattr(launches, "RING", True)  # so that the test leaves it as it was
+    monkeypatch.setattr(launches, "_ring_kernels", lambda: (ring_forward, None))
+    _, (_, launched) = run_both(driver, [draw(2, 9, 21, 2, 16, trains=False) for _ in range(3)], options(trains=False))
+    assert launched == ["forward", *STRIPS]
+    assert not launches.RING
+
+
 def test_a_gradient_off_its_alignment_takes_the_other_walk(driver):
     from nearsight.ops.local import triton_impl
 

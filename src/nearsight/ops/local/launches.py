@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
 
+Result = TypeVar("Result")
+
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 
@@ -35,7 +37,7 @@ LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 MOST_IMAGES = 32_768
 
 
-# Strips keep their halo in shared memory where that is possible (`_may_ring`); without it they load it for every tile.
+# Strips keep their halo in shared memory where that is possible (`_may_ring`); without, they load it for every tile.
 RING = True
 
 
@@ -163,6 +165,20 @@ def _ring_kernels() -> tuple[Any, Any] | None:
     return ring_kernels.ring_forward, ring_gradient_kernels.ring_backward
 
 
+def _or_without_ring(launches: Callable[[], Result]) -> Result:
+    """`launches()`; where this Triton cannot compile what it calls Gluon in our words, from then on without a ring."""
+    from triton.compiler.errors import CompilationError
+
+    global RING
+    try:
+        return launches()
+    except CompilationError:
+        if not RING:
+            raise
+        RING = False
+        return launches()
+
+
 def _launch_ring(kernel: Any, launch: Launch, tensors: tuple[Tensor | None, ...], **numbers: Any) -> None:
     """Such a kernel has all programs on one axis, and only the arguments it needs."""
     programs, groups = launch.grid
@@ -225,7 +241,8 @@ def attend(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> tu
     out, lse = empty_outputs(call.q)
     if out.numel() > 0:
         compile_together(_class_of(call, into is not None), lambda: _compile(call, into))
-        fitted(_class_of(call, "forward"), call, lambda lean: _launch_forward(call, out, lse, lean))
+        key = _class_of(call, "forward")
+        fitted(key, call, lambda lean: _or_without_ring(lambda: _launch_forward(call, out, lse, lean)))
     return out, lse
 
 
@@ -301,7 +318,7 @@ def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gra
 
     key = _class_of(call, "gradients")
     compile_together(key, compile_own)
-    return fitted(key, call, lambda lean: _launch_gradients(call, grad, out, lse, into, lean))
+    return fitted(key, call, lambda lean: _or_without_ring(lambda: _launch_gradients(call, grad, out, lse, into, lean)))
 
 
 def _launch_gradients(
