@@ -190,6 +190,7 @@ def _launch_ring(kernel: Any, launch: Launch, tensors: tuple[Tensor | None, ...]
 
 @functools.cache
 def _has_copy_engine(index: int | None) -> bool:
+    """Hopper and later, which the ring was timed on, too."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
