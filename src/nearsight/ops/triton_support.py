@@ -1,7 +1,8 @@
 """What the Triton backends share: whether Triton can run here, and the sentences they refuse with.
 
 Nothing here imports Triton: an installation without it imports nearsight all the same. Only kernels and their helpers do
-(`*kernels.py` of an op, `lanes.py`, `powers.py` and `shares.py` of QnA), and they are imported inside the functions that launch.
+(`*kernels.py` of an op, `ring_parts.py` of local attention, `lanes.py`, `powers.py` and `shares.py` of QnA), and they are
+imported inside the functions that launch.
 """
 
 from __future__ import annotations

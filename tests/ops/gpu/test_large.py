@@ -48,8 +48,8 @@ def check(op, maps, tables):
 
 
 def local(border):
-    def op(q, k, v, rows):
-        return local_attention(q, k, v, window=3, rel_row=rows, border=border, backend="triton")
+    def op(q, k, v, rows, columns=None):
+        return local_attention(q, k, v, window=3, rel_row=rows, rel_col=columns, border=border, backend="triton")
 
     return op
 
@@ -66,6 +66,13 @@ def test_more_images_than_a_grid_axis_holds():
 def test_local_attention(shape, border):
     """Shares of the relative tables' gradients, and maps, of more than 2³¹ numbers."""
     check(local(border), [draw(*shape) for _ in range(3)], [draw(3, shape[-1] // 2)])
+
+
+@pytest.mark.skipif(free_gigabytes() < 100, reason="needs 100 GB of free GPU memory")
+@pytest.mark.parametrize("shape", [(2**18 + 2, 2, 17, 16, 8), (24_000, 28, 28, 8, 16)], ids=["tables", "maps"])
+def test_local_attention_in_a_ring(shape):
+    """The same in strips of what has both tables, which Hopper's shared memory keeps the halo of."""
+    check(local("mask"), [draw(*shape) for _ in range(3)], [draw(3, shape[-1] // 2) for _ in range(2)])
 
 
 @pytest.mark.skipif(free_gigabytes() < 100, reason="needs 100 GB of free GPU memory")

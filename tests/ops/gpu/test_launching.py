@@ -24,6 +24,10 @@ def attend_slices(packed, rows):
     return local_attention(*packed.unbind(3), window=7, rel_row=rows, backend="triton")
 
 
+def attend_by_tables(packed, rows, columns):
+    return local_attention(*packed.unbind(3), window=7, rel_row=rows, rel_col=columns, backend="triton")
+
+
 def attend_projected(pixels, weight, bias, rows):
     options = {"num_heads": 2, "window": 7, "rel_row": rows, "backend": "triton"}
     return local_attention_projected(pixels, weight, bias, **options)
@@ -36,6 +40,7 @@ CASES = {
     "qna": (gather, (2, 14, 11, 2, 4), (2, 14, 11, 4, 8), (3, 3, 2, 4), (3, 3, 2, 4)),
     "local": (attend, *[(2, 12, 19, 2, 16)] * 3, (5, 8), (7, 8)),
     "slices": (attend_slices, (2, 12, 19, 3, 2, 16), (7, 8)),
+    "slices in a ring": (attend_by_tables, (2, 20, 37, 3, 4, 8), (7, 4), (7, 4)),
     "projected": (attend_projected, (2, 12, 19, 24), (96, 24), (96,), (7, 8)),
 }
 

@@ -5,6 +5,8 @@ import torch
 
 from nearsight.layers import LocalAttention2d
 from nearsight.ops import local_attention
+from nearsight.ops.launching import without_replays
+from nearsight.ops.local import launches
 from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
 from tests.support.accuracy import assert_by_error_rule
 from tests.support.compiled import watch_compilations
@@ -56,6 +58,163 @@ def test_error_rule(dtype, size, heads, dim, window):
 @pytest.mark.parametrize("seed", range(9))
 def test_random_rectangles(seed):
     compare(*random_call(seed))
+
+
+def launched(monkeypatch):
+    """The names of the kernels launched from now on; nothing is replayed unseen if the test says so."""
+    names: list[str] = []
+    launch = launches.launch_kernel
+
+    def remember(kernel, *arguments, **constants):
+        names.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(launches, "launch_kernel", remember)
+    return names
+
+
+def output_and_gradients(inputs, window, **options):
+    """The output and every gradient."""
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None and t.is_floating_point()}
+    out = local_attention(**{**inputs, **leaves}, window=window, **options, backend="triton")
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [*leaves.values()], weights)]
+
+
+@pytest.fixture
+def hopper():
+    """A GPU whose strips keep their halo in shared memory."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0 or later")
+
+
+# Rectangles that fill no tile, maps narrower or lower than the window, windows of every height, tall maps of one image in splits.
+RINGS = [
+    (2, (19, 45), 8, 8, (7, 7), "shared"),
+    (2, (57, 33), 2, 16, (7, 7), "heads"),
+    (3, (9, 3), 4, 8, (7, 7), "heads"),
+    (2, (1, 40), 2, 16, (7, 7), "shared"),
+    (2, (40, 1), 2, 8, (7, 7), "shared"),
+    (1, (200, 20), 2, 8, (7, 7), "shared"),
+    (1, (131, 17), 1, 16, (7, 5), "heads"),
+    (1, (90, 7), 3, 16, (6, 6), "shared"),
+    (2, (20, 23), 4, 8, (3, 3), "shared"),
+    (2, (11, 30), 2, 16, (5, 5), "heads"),
+    (2, (12, 19), 2, 8, (1, 7), "shared"),
+    (2, (13, 18), 2, 16, (7, 1), "shared"),
+    (2, (13, 21), 6, 8, (2, 4), "heads"),
+    (2, (14, 25), 3, 16, (4, 2), "shared"),
+]
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF])
+@pytest.mark.parametrize(("batch", "size", "heads", "dim", "window", "tables"), RINGS)
+def test_strips_with_a_ring(hopper, monkeypatch, dtype, batch, size, heads, dim, window, tables):
+    names = launched(monkeypatch)
+    with without_replays():
+        compare(make(dtype, size, batch, heads, dim, window, tables=tables), window)
+    assert {"ring_forward", "ring_backward"} <= set(names)
+    assert not {"forward", "backward"} & set(names)
+
+
+@pytest.mark.parametrize(("size", "dim"), [((56, 56), 8), ((28, 28), 16)])
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF])
+def test_the_ring_and_the_kernels_without_agree(hopper, monkeypatch, dtype, size, dim):
+    """At the sizes that were timed the ring is what runs; without it the results are those of Triton's kernels."""
+    inputs = on_gpu(make(dtype, size, 8, 8, dim, (7, 7)))
+    names = launched(monkeypatch)
+    with without_replays():
+        by_ring = output_and_gradients(inputs, 7, scale=dim**-0.5)
+        assert {"ring_forward", "ring_backward"} <= set(names)
+        assert not {"forward", "backward"} & set(names)
+        names.clear()
+        monkeypatch.setattr(launches, "RING", False)
+        without = output_and_gradients(inputs, 7, scale=dim**-0.5)
+        assert {"forward", "backward"} <= set(names)
+        assert not {"ring_forward", "ring_backward"} & set(names)
+    for one, other in zip(by_ring, without, strict=True):
+        torch.testing.assert_close(one, other, atol=0.02 * float(other.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("dim", [8, 16])
+def test_either_direction_with_the_other_without_a_ring(hopper, monkeypatch, dim, forward):
+    """The log-sum-exp is the same number, the shares lie alike."""
+
+    def run(**tensors):
+        monkeypatch.setattr(launches, "RING", forward)
+        out = local_attention(**tensors, window=7, backend="triton")
+        monkeypatch.setattr(launches, "RING", not forward)
+        return out
+
+    def reference(**tensors):
+        return local_attention(**tensors, window=7, backend="reference")
+
+    with without_replays():
+        assert_by_error_rule(run, reference, on_gpu(make(BFLOAT, (21, 35), 2, 4, dim, (7, 7))))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 8), (3, 16)])
+def test_slices_of_one_projection_in_a_ring(hopper, monkeypatch, heads, dim):
+    names = launched(monkeypatch)
+    inputs = on_gpu(make(BFLOAT, (23, 27), 2, heads, dim, (7, 7), tables="heads"))
+    packed = torch.stack([inputs["q"], inputs["k"], inputs["v"]], 3)
+
+    def run(backend):
+        def attend(packed, rel_row, rel_col):
+            q, k, v = packed.unbind(3)
+            return local_attention(q, k, v, window=7, rel_row=rel_row, rel_col=rel_col, backend=backend)
+
+        return attend
+
+    tensors = {"packed": packed, "rel_row": inputs["rel_row"], "rel_col": inputs["rel_col"]}
+    with without_replays():
+        assert_by_error_rule(run("triton"), run("reference"), tensors)
+    assert {"ring_forward", "ring_backward"} <= set(names)
+
+
+def slices(tensor, step, first=0):
+    """The same numbers with `step` numbers a pixel, from place `first` on."""
+    *pixels, heads, dim = tensor.shape
+    whole = torch.zeros(*pixels, step, dtype=tensor.dtype, device=tensor.device)
+    whole[..., first : first + heads * dim] = tensor.flatten(-2)
+    return whole[..., first : first + heads * dim].unflatten(-1, (heads, dim))
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"mask": 0.7}, {}),
+        ({"content": False}, {}),
+        ({"tables": "row"}, {}),
+        ({"heads": 3}, {}),
+        ({"dim": 32}, {}),
+        ({"window": (7, 8)}, {}),
+        ({"window": (8, 7)}, {}),
+        ({"dtype": FLOAT}, {}),
+        ({}, {"border": "zeros"}),
+        ({}, {"dilation": (1, 2)}),
+        ({"step": 40}, {}),
+        ({"step": 48, "first": 4}, {}),
+    ],
+)
+def test_what_no_ring_was_written_for(monkeypatch, change, options):
+    given = {"dtype": BFLOAT, "size": (21, 37), "batch": 2, "heads": 4, "dim": 8, "window": (7, 7), **change}
+    step, first = given.pop("step", None), given.pop("first", 0)
+    names = launched(monkeypatch)
+
+    def run(backend):
+        def attend(**tensors):
+            if step is not None:
+                tensors["k"] = slices(tensors["k"], step, first)
+            return local_attention(**tensors, window=given["window"], **options, backend=backend)
+
+        return attend
+
+    with without_replays():
+        assert_by_error_rule(run("triton"), run("reference"), on_gpu(make(**given)))
+    assert {"forward", "backward"} <= set(names)
+    assert not {"ring_forward", "ring_backward"} & set(names)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +300,9 @@ def test_memory_of_the_backward():
     assert peak <= 14 * one
 
 
-def test_captured_in_a_graph():
-    inputs = on_gpu(make(BFLOAT, (14, 14), 2, 8, 32, (7, 7)))
+@pytest.mark.parametrize(("size", "dim"), [((14, 14), 32), ((37, 41), 8), ((28, 28), 16)])
+def test_captured_in_a_graph(size, dim):
+    inputs = on_gpu(make(BFLOAT, size, 2, 8, dim, (7, 7)))
     leaves = [t.requires_grad_() for t in inputs.values() if t is not None]
 
     def step():

@@ -57,6 +57,14 @@ def test_tables(tables):
 
 
 @interpreted
+def test_tables_per_head_with_strides_of_their_own():
+    inputs = make(tables="heads", heads=3)
+    inputs["rel_row"] = inputs["rel_row"].transpose(0, 1).contiguous().transpose(0, 1)
+    inputs["rel_col"] = inputs["rel_col"].repeat_interleave(2, 0)[::2]
+    compare(inputs)
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("window", "size"), [((2, 3), (2, 3)), ((4, 2), (6, 11)), ((7, 7), (3, 4)), ((2, 11), (4, 17))]
 )

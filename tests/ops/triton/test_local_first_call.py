@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 STRIPS = ["backward", "merge", "finish_relative"]
+RINGS = ["ring_backward", *STRIPS[1:]]
 
 
 @pytest.fixture(autouse=True)
@@ -19,26 +20,139 @@ def copy_engine(monkeypatch):
     monkeypatch.setattr(launches, "_has_copy_engine", lambda index: True)
 
 
-def draw(*shape, trains=True):
-    return torch.empty(*shape, dtype=torch.bfloat16, device="meta").requires_grad_(trains)
+@pytest.fixture
+def no_ring(monkeypatch):
+    from nearsight.ops.local import launches
+
+    monkeypatch.setattr(launches, "RING", False)
 
 
-def options(window=3, trains=True):
-    rel = [draw(1, window, 8, trains=trains) for _ in range(2)]
+def draw(*shape, trains=True, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta").requires_grad_(trains)
+
+
+def options(window=3, trains=True, dim=16, dtype=torch.bfloat16, heads=1):
+    rel = [draw(heads, window, dim // 2, trains=trains, dtype=dtype) for _ in range(2)]
     return (*rel, None, [window, window], [1, 1], False, 1.0)
 
 
-def test_everything_is_compiled_before_the_first_launch(driver):
+def run_both(driver, qkv, rest):
+    """The names that the forward compiled and launched, then those of forward and backward."""
     from nearsight.ops.local import triton_impl
 
-    qkv = [draw(2, 9, 21, 2, 16) for _ in range(3)]
-    rest = options()
     out, lse = triton_impl._forward_op._init_fn(*qkv, *rest)
-    assert sorted(driver.compiled) == sorted(["forward", *STRIPS])
-    assert driver.launched == ["forward"]
+    first = list(driver.compiled), list(driver.launched)
     triton_impl._backward_op._init_fn(out, *qkv, *rest[:3], out, lse, *rest[3:])
-    assert driver.launched == ["forward", *STRIPS]
-    assert len(driver.compiled) == 4, "something was left to the backward"
+    return first, (driver.compiled, driver.launched)
+
+
+def test_everything_is_compiled_before_the_first_launch(driver, no_ring):
+    (compiled, launched), later = run_both(driver, [draw(2, 9, 21, 2, 16) for _ in range(3)], options())
+    assert sorted(compiled) == sorted(["forward", *STRIPS])
+    assert launched == ["forward"]
+    assert later == (compiled, ["forward", *STRIPS]), "something was left to the backward"
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "dim", "window", "dtype", "own"),
+    [
+        ((56, 56), 8, 8, 7, torch.bfloat16, False),
+        ((28, 28), 8, 16, 7, torch.bfloat16, False),
+        ((9, 21), 2, 16, 3, torch.float16, True),
+        ((40, 3), 6, 8, 6, torch.float16, True),
+    ],
+)
+def test_strips_with_a_ring_too(driver, size, heads, dim, window, dtype, own):
+    qkv = [draw(2, *size, heads, dim, dtype=dtype) for _ in range(3)]
+    rest = options(window, dim=dim, dtype=dtype, heads=heads if own else 1)
+    (compiled, launched), later = run_both(driver, qkv, rest)
+    assert sorted(compiled) == sorted(["ring_forward", *RINGS])
+    assert launched == ["ring_forward"]
+    assert later == (compiled, ["ring_forward", *RINGS]), "something was left to the backward"
+
+
+def strided(step, *shape):
+    """As a slice of pixels with `step` numbers each."""
+    batch, height, width, heads, dim = shape
+    whole = draw(batch, height, width, step, trains=False)
+    return whole[..., : heads * dim].unflatten(-1, (heads, dim))
+
+
+def test_what_no_ring_was_written_for(driver, monkeypatch):
+    """Masks, borders of zeros, dilation, missing tables and keys, other sizes, steps of no whole 32 bytes, small maps."""
+    from nearsight.ops.local import launches, triton_impl
+
+    shape = (2, 20, 20, 2, 8)
+    q, k, v = (draw(*shape) for _ in range(3))
+    row, col = (draw(1, 7, 4) for _ in range(2))
+    plain = {"window": [7, 7], "dilation": [1, 1], "zeros": False, "scale": 1.0}
+
+    def walks(q=q, k=k, v=v, row=row, col=col, mask=None, **options):
+        call = triton_impl._call(q, k, v, row, col, mask, *{**plain, **options}.values())
+        ring = launches._may_ring(call)
+        both = {bool(launches.prepare_launch(call, kernel, ring=ring).shape.ahead) for kernel in ("forward", "walk")}
+        assert len(both) == 1
+        return both.pop()
+
+    assert walks()
+    assert walks(window=[5, 4], row=draw(1, 5, 4), col=draw(1, 4, 4))
+    assert walks(*(strided(48, *shape) for _ in range(3)))
+    assert walks(*(draw(2, 3, 40, 3, 16) for _ in range(3)), draw(3, 7, 8), draw(3, 7, 8))
+    assert not walks(mask=torch.empty(2, 20, 20, dtype=torch.bool, device="meta"))
+    assert not walks(zeros=True)
+    assert not walks(dilation=[1, 2])
+    assert not walks(k=None)
+    assert not walks(row=None)
+    assert not walks(col=None)
+    assert not walks(window=[7, 8], col=draw(1, 8, 4))
+    assert not walks(window=[8, 7], row=draw(1, 8, 4))
+    assert not walks(k=strided(40, *shape))
+    assert not walks(v=strided(17, *shape))
+    assert not walks(q=draw(2, 20, 20, 3, 8)[..., 1:, :])
+    assert not walks(*(draw(2, 20, 20, 3, 8) for _ in range(3)))
+    assert not walks(*(draw(2, 20, 20, 2, 32) for _ in range(3)), draw(1, 7, 16), draw(1, 7, 16))
+    assert not walks(*(draw(2, 20, 20, 2, 8, dtype=torch.float32) for _ in range(5)))
+    assert not walks(*(draw(500, 20, 16, 2, 8) for _ in range(3)))
+    assert not walks(*(draw(2, 8, 8, 2, 8) for _ in range(3)))
+    monkeypatch.setattr(launches, "_has_copy_engine", lambda index: False)
+    assert not walks()
+
+
+def test_without_gluon_as_before(driver, monkeypatch):
+    from nearsight.ops.local import launches
+
+    monkeypatch.setattr(launches, "_ring_kernels", lambda: None)
+    _, (compiled, launched) = run_both(driver, [draw(2, 9, 21, 2, 16) for _ in range(3)], options())
+    assert "ring_forward" not in compiled
+    assert launched == ["forward", *STRIPS]
+
+
+def test_with_another_gluon_as_before(driver, monkeypatch):
+    """It is experimental: what a later version does not compile must not stop a call."""
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    from nearsight.ops.local import launches
+
+    @gluon.jit
+    def ring_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, row_ptr, col_ptr, H):
+        gl.a_name_of_long_ago(q_ptr)
+
+    monkeypatch.setattr(launches, "RING", True)  # so that the test leaves it as it was
+    monkeypatch.setattr(launches, "_ring_kernels", lambda: (ring_forward, None))
+    _, (_, launched) = run_both(driver, [draw(2, 9, 21, 2, 16, trains=False) for _ in range(3)], options(trains=False))
+    assert launched == ["forward", *STRIPS]
+    assert not launches.RING
+
+
+def test_a_gradient_off_its_alignment_takes_the_other_walk(driver):
+    from nearsight.ops.local import triton_impl
+
+    qkv, rest = [draw(2, 9, 21, 2, 16) for _ in range(3)], options()
+    out, lse = triton_impl._forward_op._init_fn(*qkv, *rest)
+    grad = torch.empty(out.numel() + 1, dtype=out.dtype, device="meta")[1:].view(out.shape)
+    triton_impl._backward_op._init_fn(grad, *qkv, *rest[:3], out, lse, *rest[3:])
+    assert driver.launched == ["ring_forward", *STRIPS]
 
 
 def test_the_layers_form_too(driver):
@@ -55,6 +169,38 @@ def test_the_layers_form_too(driver):
     assert len(driver.compiled) == 3, "something was left to the backward"
 
 
+def test_a_ring_is_replayed(driver, monkeypatch):
+    """Gluon's kernels are launched again as Triton's are: on tensors of a CPU, by a driver that only writes down."""
+    from nearsight.ops.local import launches, triton_impl
+
+    calls = []
+
+    def launcher(source, _):
+        return lambda *arguments: calls.append((source.fn.fn.__name__, arguments))
+
+    monkeypatch.setattr(driver, "launcher_cls", launcher)
+    monkeypatch.setattr(launches, "_may_ring", lambda *_: True)
+    # Numbers of no other test: classes of calls are kept.
+    qkv = [torch.zeros(3, 9, 22, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    rel = [torch.zeros(2, 5, 4, dtype=torch.bfloat16) for _ in range(2)]
+    options = ([5, 5], [1, 1], False, 0.25)
+    seen = []
+    for _ in range(3):
+        calls.clear()
+        out, lse = triton_impl._forward_op._init_fn(*qkv, *rel, None, *options)
+        triton_impl._backward_op._init_fn(out, *qkv, *rel, None, out, lse, *options)
+        seen.append(list(calls))
+    assert [name for name, _ in seen[2]] == ["ring_forward", *RINGS]
+    for (name, direct), (_, replay) in zip(seen[1], seen[2], strict=True):
+        # Grid, stream and handles, then what hooks would want, then the arguments.
+        assert direct[:6] == replay[:6], name
+        tensors = [i for i, argument in enumerate(direct) if isinstance(argument, torch.Tensor)]
+        assert all(isinstance(replay[i], int) for i in tensors), name
+        rest = [i for i in range(9, len(direct)) if i not in tensors]
+        assert [direct[i] for i in rest] == [replay[i] for i in rest], name
+        assert len(direct) == len(replay), name
+
+
 def test_what_does_not_train_compiles_no_gradient(driver):
     """As a compiled graph calls it; its backward then compiles its own kernels side by side."""
     from nearsight.ops.local import triton_impl
@@ -62,10 +208,10 @@ def test_what_does_not_train_compiles_no_gradient(driver):
     qkv = [draw(2, 9, 21, 2, 16, trains=False) for _ in range(3)]
     rest = options(trains=False)
     out, lse = triton_impl._forward_op._init_fn(*qkv, *rest)
-    assert driver.compiled == ["forward"]
+    assert driver.compiled == ["ring_forward"]
     triton_impl._backward_op._init_fn(out, *qkv, *rest[:3], out, lse, *rest[3:])
-    assert sorted(driver.compiled[1:]) == sorted(STRIPS)
-    assert driver.launched == ["forward", *STRIPS]
+    assert sorted(driver.compiled[1:]) == sorted(RINGS)
+    assert driver.launched == ["ring_forward", *RINGS]
 
 
 def test_tall_windows_make_no_more_code(driver, tmp_path):

@@ -25,11 +25,11 @@ class Plan(NamedTuple):
     splits: int
 
 
-def plan(call: LocalCall, kernel: str, lean: int = 0) -> Plan:
+def plan(call: LocalCall, kernel: str, lean: int = 0, ring: bool = False) -> Plan:
     """How `kernel` ("forward", "walk", "queries" or "keys") cuts a call.
 
     Maps that fit a tile, as a whole or by their rows, have tiles of their own (`_fit`); all others are cut into strips. The more
-    `lean`, the less shared memory a program takes.
+    `lean`, the less shared memory a program takes. `ring`: whether the call may keep the halo of a strip in shared memory.
     """
     batch, height, width, heads, dim = call.q.shape
     (kh, kw), (dil_y, dil_x) = call.window, call.dilation
@@ -40,7 +40,7 @@ def plan(call: LocalCall, kernel: str, lean: int = 0) -> Plan:
     wanted = 4 if device.type == "cpu" else 12 * multiprocessors(device)
 
     def cut(fit: str) -> Plan:
-        shape = geometry(dim, heads, kh, kw, size, kernel, fit, lean)
+        shape = geometry(dim, heads, kh, kw, size, kernel, fit, lean, ring)
         return _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted)
 
     fit = _fit(dim, size, kernel, *lattice, call.border == "zeros")
@@ -52,7 +52,8 @@ def plan(call: LocalCall, kernel: str, lean: int = 0) -> Plan:
 class Geometry(NamedTuple):
     """How the kernels cut a call: tiles of TY×TX pixels, G heads at once, the halo in CHUNKS of NR rows of NC pixels.
 
-    `by_row`: by the forward of `strip_kernels.py`, which takes a row at a time.
+    `by_row`: by the forward of `strip_kernels.py`, which takes a row at a time. `ahead`: by the kernels with a ring
+    (`ring_kernels.py`), which fetch so many tiles ahead; 0: by others.
     """
 
     ty: int
@@ -68,6 +69,7 @@ class Geometry(NamedTuple):
     whole_y: bool = False
     whole_x: bool = False
     by_row: bool = False
+    ahead: int = 0
 
 
 class _Choice(NamedTuple):
@@ -117,6 +119,24 @@ CHOICES = {
 }
 
 
+class _Ring(NamedTuple):
+    """Tiles fetched ahead, registers per thread."""
+
+    ahead: int
+    registers: int | None
+
+
+# Strips whose halo stays in shared memory, by head dim; measured at 56×56 and 28×28. A program has 16 channels of a pixel.
+RINGS = {
+    ("forward", 8): _Ring(1, 112),
+    ("forward", 16): _Ring(1, 128),
+    ("walk", 8): _Ring(2, None),
+    ("walk", 16): _Ring(1, None),
+}
+# Both columns eight apart of a halo in one lane, eight rows of terms in four.
+LONGEST_RING = 7
+
+
 def _fit(dim: int, size: int, kernel: str, height: int, width: int, zeros: bool) -> str:
     """Whether the halo is a map's own rows (" row") or all of it (" map"), as it can be of small maps.
 
@@ -131,8 +151,15 @@ def _fit(dim: int, size: int, kernel: str, height: int, width: int, zeros: bool)
 
 
 @functools.lru_cache(maxsize=256)
-def geometry(dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit: str = "", lean: int = 0) -> Geometry:
+def geometry(
+    dim: int, heads: int, kh: int, kw: int, size: int, kernel: str, fit: str = "", lean: int = 0, ring: bool = False
+) -> Geometry:
     """A fixed choice per kernel, head-dim class, window and `_fit`, never per image size. `size` is bytes per element."""
+    if ring and lean == 0 and not fit and size == 2 and max(kh, kw) <= LONGEST_RING and heads * dim % 16 == 0:
+        own = RINGS.get((kernel, dim))
+        if own is not None:
+            chunks = ceil_div(kh + 1, 2)
+            return Geometry(2, 8, 16 // dim, 2, 16, chunks, 1, 1, own.registers, ahead=own.ahead)
     padded = next_power_of_two(dim)
     choice = CHOICES["walk" + fit if kernel == "walk" else "forward" + fit, max(8, padded)]
     ty, tx = choice.tile

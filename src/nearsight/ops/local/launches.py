@@ -1,18 +1,18 @@
-"""The launches of local attention's Triton kernels: the forward, and the two ways to the gradients."""
+"""The launches of local attention's kernels: the forward, and the two ways to the gradients."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.fitting import fitted
-from nearsight.ops.local.geometry import TALLEST_WALK, ceil_div, plan
+from nearsight.ops.local.geometry import TALLEST_WALK, Geometry, ceil_div, plan
 from nearsight.ops.sums import add_rows
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
@@ -27,6 +27,8 @@ from nearsight.ops.triton_support import launch as launch_kernel
 
 __all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
 
+Result = TypeVar("Result")
+
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 
@@ -35,20 +37,24 @@ LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
 MOST_IMAGES = 32_768
 
 
+# Strips keep their halo in shared memory where that is possible (`_may_ring`); without, they load it for every tile.
+RING = True
+
+
 class Launch(NamedTuple):
-    """A grid, the arguments that all kernels take by name, and which of two forwards is meant (`Geometry.by_row`)."""
+    """A grid, the arguments that all kernels take by name, and the geometry, which says which kernel of several is meant."""
 
     grid: tuple[int, int]
     runtime: dict[str, Any]
     constants: dict[str, Any]
-    by_row: bool
+    shape: Geometry
 
 
-def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
-    """Of "forward", "walk", "queries" or "keys"; `lean` as in `geometry.plan`."""
+def prepare_launch(call: LocalCall, kernel: str, lean: int = 0, ring: bool = False) -> Launch:
+    """Of "forward", "walk", "queries" or "keys"; `lean` and `ring` as in `geometry.plan`."""
     q, k, v, rel_row, rel_col, key_mask, (kh, kw), (dil_y, dil_x), border, scale = call
     batch, height, width, heads, dim = q.shape
-    shape, strips, tiles, groups, splits = plan(call, kernel, lean)
+    shape, strips, tiles, groups, splits = plan(call, kernel, lean, ring)
     key = q if k is None else k
     runtime = {
         "H": height,
@@ -68,8 +74,9 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
         "v_b": v.stride(0),
         "v_y": v.stride(1),
         "v_x": v.stride(2),
-        "row_head": 0 if rel_row is None or rel_row.shape[0] == 1 else rel_row.stride(0),
-        "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else rel_col.stride(0),
+        # As `_positions_and_mask` leaves them, whatever their own strides.
+        "row_head": 0 if rel_row is None or rel_row.shape[0] == 1 else kh * dim // 2,
+        "col_head": 0 if rel_col is None or rel_col.shape[0] == 1 else kw * dim // 2,
         "scale_log2": scale * math.log2(math.e),
     }
     constants: dict[str, Any] = {
@@ -114,11 +121,76 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0) -> Launch:
     if kernel in ("walk", "queries"):
         # Shares of the relative tables' gradients that no 32-bit offset reaches.
         constants["FAR"] = grid[0] * groups * 2 * constants["HS"] * shape.g * constants["DP"] >= INT32_LIMIT
-    return Launch(grid, runtime, constants, shape.by_row)
+    if shape.ahead:
+        constants["AHEAD"] = shape.ahead
+    return Launch(grid, runtime, constants, shape)
+
+
+def _may_ring(call: LocalCall, *others: Tensor) -> bool:
+    """Whether a call's strips may keep their halo in shared memory: what those kernels were written for and timed on.
+
+    `others`: what they read and write beside the call's own tensors, dense.
+    """
+    q, k, v, rel_row, rel_col, key_mask, _, dilation, border, _ = call
+    if not RING or k is None or rel_row is None or rel_col is None or key_mask is not None:
+        return False
+    if border != "mask" or dilation != (1, 1) or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if INTERPRETED or q.device.type == "cpu" or not _has_copy_engine(q.device.index):
+        return False
+    # Programs are one axis of a grid, rows of a share are reached by 32-bit offsets.
+    if q.numel() >= 16 * INT32_LIMIT or q.shape[1] >= 2**22:
+        return False
+    aligned = all(t.data_ptr() % 16 == 0 for t in others)
+    return aligned and all(map(_sliceable, (q, k, v))) and _ring_kernels() is not None
+
+
+def _sliceable(t: Tensor) -> bool:
+    """Whether 16 bytes a lane can be copied out of [B, H, W, heads, D], 16 channels of a pixel at once.
+
+    Triton is told of steps of 16 elements, not of 8.
+    """
+    dim, steps = t.shape[-1], t.stride()
+    heads = steps[3] == dim or (dim == 16 and steps[3] % 16 == 0)
+    return t.data_ptr() % 16 == 0 and heads and all(step % 16 == 0 for step in steps[:3])
+
+
+@functools.cache
+def _ring_kernels() -> tuple[Any, Any] | None:
+    """The forward and the backward with a ring; None where Triton has no Gluon (experimental) as they know it."""
+    try:
+        from nearsight.ops.local import ring_gradient_kernels, ring_kernels
+    except Exception:  # of what kind depends on what has changed
+        return None
+    return ring_kernels.ring_forward, ring_gradient_kernels.ring_backward
+
+
+def _or_without_ring(launches: Callable[[], Result]) -> Result:
+    """`launches()`; where this Triton cannot compile what it calls Gluon in our words, from then on without a ring."""
+    from triton.compiler.errors import CompilationError
+
+    global RING
+    try:
+        return launches()
+    except CompilationError:
+        if not RING:
+            raise
+        RING = False
+        return launches()
+
+
+def _launch_ring(kernel: Any, launch: Launch, tensors: tuple[Tensor | None, ...], **numbers: Any) -> None:
+    """Such a kernel has all programs on one axis, and only the arguments it needs."""
+    programs, groups = launch.grid
+    given = {**launch.runtime, **launch.constants, **numbers, "groups": groups}
+    named = {name: given[name] for name in kernel.arg_names[len(tensors) :]}
+    options = {name: given[name] for name in ("num_warps", "maxnreg") if name in given}
+    launch_kernel(kernel, (programs * groups,), *tensors, **named, **options)
 
 
 @functools.cache
 def _has_copy_engine(index: int | None) -> bool:
+    """Hopper and later, which the ring was timed on, too."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
@@ -170,7 +242,8 @@ def attend(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> tu
     out, lse = empty_outputs(call.q)
     if out.numel() > 0:
         compile_together(_class_of(call, into is not None), lambda: _compile(call, into))
-        fitted(_class_of(call, "forward"), call, lambda lean: _launch_forward(call, out, lse, lean))
+        key = _class_of(call, "forward")
+        fitted(key, call, lambda lean: _or_without_ring(lambda: _launch_forward(call, out, lse, lean)))
     return out, lse
 
 
@@ -205,11 +278,16 @@ def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor, lean: int = 0) ->
     from nearsight.ops.local import kernels, strip_kernels
 
     q, k, v = call.q, call.k, call.v
-    launch = prepare_launch(call, "forward", lean)
+    launch = prepare_launch(call, "forward", lean, _may_ring(call, out))
+    rings = _ring_kernels() if launch.shape.ahead else None
     with torch.cuda.device_of(q):
+        if rings is not None:
+            row, col, _ = _positions_and_mask(call)
+            _launch_ring(rings[0], launch, (q, k, v, out, lse, row, col))
+            return
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         launch_kernel(
-            (strip_kernels if launch.by_row else kernels).forward,
+            (strip_kernels if launch.shape.by_row else kernels).forward,
             launch.grid,
             *(q, key, value, out, lse, *_positions_and_mask(call)),
             **launch.runtime,
@@ -241,7 +319,7 @@ def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gra
 
     key = _class_of(call, "gradients")
     compile_together(key, compile_own)
-    return fitted(key, call, lambda lean: _launch_gradients(call, grad, out, lse, into, lean))
+    return fitted(key, call, lambda lean: _or_without_ring(lambda: _launch_gradients(call, grad, out, lse, into, lean)))
 
 
 def _launch_gradients(
@@ -254,7 +332,7 @@ def _launch_gradients(
     if walk and lean >= 2:
         # Leaner than any walk: two passes, from the measured ones on.
         walk, lean = False, lean - 2
-    launch = prepare_launch(call, "walk" if walk else "queries", lean)
+    launch = prepare_launch(call, "walk" if walk else "queries", lean, _may_ring(call, out, grad, into.q))
     shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)
     read = _Read(q, q if k is None else k, v, out, grad, lse, *_positions_and_mask(call))
@@ -315,14 +393,12 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
     # A strip as wide as the map shares nothing.
     dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
-    launch_kernel(
-        gradient_kernels.backward,
-        launch.grid,
-        *(t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask),
-        **use,
-        **numbers,
-        **fixed,
-    )
+    tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col)
+    rings = _ring_kernels() if launch.shape.ahead else None
+    if rings is None:
+        launch_kernel(gradient_kernels.backward, launch.grid, *tensors, t.mask, **use, **numbers, **fixed)
+    else:
+        _launch_ring(rings[1], launch, tensors, **numbers)
     if fixed["WHOLE_X"]:
         return
     channels = heads * dim

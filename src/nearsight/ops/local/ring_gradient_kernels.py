@@ -1,0 +1,409 @@
+"""The backward of local attention in one walk down each strip, with the ring of `ring_kernels.py`.
+
+It leaves dq, and shares of dk, dv and the relative tables, as the walk of `gradient_kernels.py` does.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from nearsight.ops.local.ring_kernels import RUNTIME, exp2
+from nearsight.ops.local.ring_parts import (
+    COPY,
+    LANES,
+    LEFT,
+    MMA,
+    RIGHT,
+    SHARED,
+    beside,
+    bound_columns,
+    commit,
+    copy,
+    halves,
+    interleave,
+    mma_v2,
+    only,
+    own_channels,
+    parities,
+    row_terms,
+    strip_of,
+    turned,
+    twice,
+    wait,
+    within,
+)
+
+__all__ = ["ring_backward"]
+
+
+@gluon.jit
+def _rows_to_taps(x):
+    """[16, 8] from the halo's rows to taps: of the tile's second row of queries tap t is row t + 1."""
+    even, odd = parities(x)
+    t = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    m = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
+    after = (t + 1 + m * 0) & 3
+    a, b = gl.inline_asm_elementwise(
+        """
+        {
+        mov.b32 $0, $4;
+        mov.b32 $1, $7;
+        mov.b32 $2, $6;
+        shfl.sync.idx.b32 $3, $5, $8, 0x1c1f, 0xffffffff;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [even.to(gl.int32, bitcast=True), odd.to(gl.int32, bitcast=True), after],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=2,
+    )
+    return interleave(a.to(gl.float32, bitcast=True), b.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def _minus_diagonal(x):
+    """The diagonal of [16, 16], negated, as all columns of [16, 8].
+
+    A product that starts from numbers known to be equal gets a copy of each, every time: so each is fetched on its own
+    (with another bound of the four lanes, of the same meaning, lest the compiler sees that they are equal).
+    """
+    x0, x1 = halves(x)
+    e0, o0 = parities(x0)
+    e1, o1 = parities(x1)
+    m = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
+    t = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    lane = ((m & 7) >> 1) + t * 0
+    swap = (m + t * 0) & 1
+    a, b = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 a, b;
+        .reg .pred p;
+        setp.ne.s32 p, $14, 0;
+        selp.f32 a, $6, $4, p;
+        selp.f32 b, $11, $9, p;
+        neg.f32 a, a;
+        neg.f32 b, b;
+        shfl.sync.idx.b32 $0, a, $12, 0x1c1f, 0xffffffff;
+        shfl.sync.idx.b32 $1, b, $12, 0x1c1f, 0xffffffff;
+        shfl.sync.idx.b32 $2, a, $12, 0x1c03, 0xffffffff;
+        shfl.sync.idx.b32 $3, b, $12, 0x1c03, 0xffffffff;
+        }
+        """,
+        "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,r,r,r,r",
+        [e0, o0, e1, o1, lane, swap],
+        dtype=(gl.float32, gl.float32),
+        is_pure=False,
+        pack=2,
+    )
+    return interleave(a, b)
+
+
+@gluon.jit
+def _transposed(x):
+    """[16, 16] of halves as a left operand, turned in registers: blocks of 8×8, then their places."""
+    x = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
+    return gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [2, 8, 2, 8]), [2, 1, 0, 3]), [16, 16]), LEFT)
+
+
+@gluon.jit
+def _tables(
+    row_ptr,
+    col_ptr,
+    row_head,
+    col_head,
+    h0,
+    c,
+    s,
+    KH: gl.constexpr,
+    KW: gl.constexpr,
+    D: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Both tables, eight places s of column taps, then eight of row taps, at channels c (of heads from h0 on)."""
+    h = h0 + c // D
+    d = c % D
+    use = (s < KW) & (d >= D // 2)
+    col = gl.load(col_ptr + h * col_head + s * (D // 2) + d - D // 2, mask=use, other=0.0)
+    use = (s >= 8) & (s < 8 + KH) & (d < D // 2)
+    row = gl.load(row_ptr + h * row_head + (s - 8) * (D // 2) + d, mask=use, other=0.0)
+    return (col + row).to(DTYPE)
+
+
+@gluon.jit
+def _channels(memory, h, D: gl.constexpr):
+    """A head's channels of pixels in shared memory."""
+    if D < 16:
+        return memory.slice(h * D, D, 1)
+    else:
+        return memory
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def ring_backward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    drel_ptr,
+    row_ptr,
+    col_ptr,
+    H,
+    W,
+    heads,
+    groups,
+    strips,
+    splits,
+    tiles,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    grad_pixel,
+    scale,
+    scale_log2,
+    KH: gl.constexpr,
+    KW: gl.constexpr,
+    D: gl.constexpr,
+    q_h: gl.constexpr,
+    k_h: gl.constexpr,
+    v_h: gl.constexpr,
+    LARGE: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """Every gradient of a strip in one walk: dq, and the strip's shares of dk, dv and the relative tables.
+
+    dk and dv of a row of the halo stay in registers while the walk passes over it. P and dS are transposed in registers.
+    """
+    G: gl.constexpr = 16 // D
+    HALO: gl.constexpr = (KH + 2) // 2
+    CHUNKS: gl.constexpr = HALO + AHEAD
+    # Rows of the halo that the next tile has in common with this one.
+    KEPT: gl.constexpr = 2 * HALO - 2
+    PY: gl.constexpr = (KH - 1) // 2
+    PX: gl.constexpr = (KW - 1) // 2
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
+    program = gl.program_id(0)
+    group, x0, image, per_split, first, last = strip_of(program, groups, splits, strips, tiles)
+    h0 = group * G
+
+    keys = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
+    values = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
+    queries = gl.allocate_shared_memory(dtype, [AHEAD + 1, 16, 16], SHARED)
+    grads = gl.allocate_shared_memory(dtype, [AHEAD + 1, 16, 16], SHARED)
+    outs = gl.allocate_shared_memory(dtype, [AHEAD + 1, 16, 16], SHARED)
+    # Two rows of dk and dv on their way out; allocations of their own, because the compiler puts a barrier between uses of one.
+    stages = ()
+    for _ in gl.static_range(4):
+        stages = stages + (gl.allocate_shared_memory(dtype, [16, 16], SHARED),)
+
+    # What a lane copies: 16 bytes of a pixel of the halo, and of a query.
+    pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
+    place = gl.arange(0, 32, gl.SliceLayout(1, COPY))
+    channel = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
+    halo_x = x0 - PX + place % 16
+    halo_y = place // 16
+    halo_in = (within(halo_x, W) & (place % 16 < 7 + KW))[:, None] & (channel >= 0)
+    qx = x0 + pixel % 8
+    qy = pixel // 8
+    query_in = (qx < W)[:, None] & (channel >= 0)
+    k_at = k_ptr + image * k_b + group * (G * k_h) + ((halo_y * k_y + halo_x * k_x)[:, None] + channel)
+    v_at = v_ptr + image * v_b + group * (G * v_h) + ((halo_y * v_y + halo_x * v_x)[:, None] + channel)
+    q_at = q_ptr + image * q_b + group * (G * q_h) + ((qy * q_y + qx * q_x)[:, None] + channel)
+    o_x = heads * D
+    flat = ((qy * W + qx) * o_x)[:, None] + channel
+    o_at = out_ptr + image * H * W * o_x + group * 16 + flat
+    g_at = grad_ptr + image * H * W * o_x + group * 16 + flat
+    dq_at = dq_ptr + image * H * W * grad_pixel + group * 16 + (((qy * W + qx) * grad_pixel)[:, None] + channel)
+    # Shares: [program, row of the strip, 16 pixels, 16 channels].
+    share = program.to(gl.int64) * (per_split + HALO - 1) * 512
+    share_in = (within(x0 - PX + pixel, W) & (pixel < 7 + KW))[:, None] & (channel >= 0)
+    dk_at = dk_ptr + share + (pixel[:, None] * 16 + channel)
+    dv_at = dv_ptr + share + (pixel[:, None] * 16 + channel)
+
+    rc = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
+    rs = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
+    table = _tables(row_ptr, col_ptr, row_head, col_head, h0, rc, rs, KH, KW, D, dtype)
+    rd = gl.arange(0, D, gl.SliceLayout(0, RIGHT))[None, :]
+    back = ()
+    for h in gl.static_range(G):
+        back = back + (_tables(row_ptr, col_ptr, row_head, col_head, h0 + h, rd, rc, KH, KW, D, dtype),)
+    code = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))[None, :] + rc * 0
+    nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
+    nothing16 = gl.full([16, 16], 0.0, gl.float32, MMA)
+    empty = gl.full([16, D], 0.0, gl.float32, MMA)
+    bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE)
+    keep0 = gl.where(mine0, -1, 0).to(gl.int16)
+    keep1 = gl.where(mine1, -1, 0).to(gl.int16)
+
+    sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
+    st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    stat_x = x0 + sm % 8 + st * 0
+    stat_at = lse_ptr + image * H * W * heads + h0 + ((sm // 8) * W + stat_x) * heads
+    stats = ()
+    owns = ()
+    for h in gl.static_range(G):
+        seen = (stat_x < W) & ((2 * first + sm // 8) < H)
+        stats = stats + (gl.load(stat_at + (2 * first) * W * heads + h, mask=seen, other=LARGE),)
+        owns = owns + (own_channels(h, W, D),)
+
+    # The first tile's rows but for its last chunk, which comes with its queries, as every later one.
+    for j in gl.static_range(HALO - 1):
+        y = 2 * (first + j) - PY
+        use = halo_in & within(y + halo_y, H)[:, None]
+        copy(keys.index(j), k_at + y * k_y, mask=use)
+        copy(values.index(j), v_at + y * v_y, mask=use)
+    for a in gl.static_range(AHEAD):
+        y = 2 * (first + a + HALO - 1) - PY
+        use = halo_in & within(y + halo_y, H)[:, None]
+        copy(keys.index(HALO - 1 + a), k_at + y * k_y, mask=use)
+        copy(values.index(HALO - 1 + a), v_at + y * v_y, mask=use)
+        y = 2 * (first + a)
+        use = query_in & ((y + qy) < H)[:, None]
+        copy(queries.index(a), q_at + y * q_y, mask=use)
+        copy(grads.index(a), g_at + y * W * o_x, mask=use)
+        copy(outs.index(a), o_at + y * W * o_x, mask=use)
+        commit()
+
+    # Heads first, then rows.
+    dk = ()
+    dv = ()
+    dtables = ()
+    for _ in gl.static_range(G):
+        dtables = dtables + (empty,)
+        for _r in gl.static_range(KEPT):
+            dk = dk + (empty,)
+            dv = dv + (empty,)
+    slot = 0  # of the tile's first chunk
+    q_slot = 0
+    q_free = AHEAD
+    for tile in range(first, last):
+        wait(AHEAD - 1)
+        # The chunk behind the tile is free: into it comes what a later tile adds, never above the image. Nothing after the last.
+        later = tile + AHEAD
+        free = slot - 1
+        free = gl.where(free < 0, CHUNKS - 1, free)
+        end = gl.where(later < last, H, 0)
+        y = 2 * (later + HALO - 1) - PY
+        use = halo_in & ((y + halo_y) < end)[:, None]
+        copy(keys.index(free), k_at + y * k_y, mask=use)
+        copy(values.index(free), v_at + y * v_y, mask=use)
+        use = query_in & ((2 * later + qy) < end)[:, None]
+        copy(queries.index(q_free), q_at + (2 * later) * q_y, mask=use)
+        copy(grads.index(q_free), g_at + (2 * later) * W * o_x, mask=use)
+        copy(outs.index(q_free), o_at + (2 * later) * W * o_x, mask=use)
+        commit()
+        stats_next = ()
+        for h in gl.static_range(G):
+            seen = (stat_x < W) & ((2 * tile + 2 + sm // 8) < H)
+            stats_next = stats_next + (gl.load(stat_at + (2 * tile + 2) * W * heads + h, mask=seen, other=LARGE),)
+
+        q_both = queries.index(q_slot).load(LEFT)
+        grad_both = grads.index(q_slot).load(LEFT)
+        out = outs.index(q_slot).permute([1, 0]).load(RIGHT)
+        dk_next = ()
+        dv_next = ()
+        dtables_next = ()
+        for h in gl.static_range(G):
+            q = q_both
+            grad = grad_both
+            if G > 1:
+                q = only(q_both, owns[h])
+                grad = only(grad_both, owns[h])
+            q_right = _channels(queries.index(q_slot), h, D).load(RIGHT)
+            grad_right = _channels(grads.index(q_slot), h, D).load(RIGHT)
+            col_taps, row_taps = halves(mma_v2(q, table, nothing16))
+            col = turned(col_taps, -1, dtype)
+            col = beside(gl.minimum(col, bound0), gl.minimum(col, bound1), MMA)
+            terms = row_terms(row_taps, 2 * tile, H, KH, LARGE, dtype)
+            # Products of dY and v start from −Σ P∘dP.
+            minus = _minus_diagonal(mma_v2(grad, out, nothing16))
+            minus = beside(minus, minus, MMA)
+            dq = empty
+            dcol = nothing
+            drow = nothing
+            for r in gl.static_range(2 * HALO):
+                dk_row = empty
+                dv_row = empty
+                if r < KEPT:
+                    dk_row = dk[h * KEPT + r]
+                    dv_row = dv[h * KEPT + r]
+                # The last row of an even window's halo is no query's.
+                if r <= KH:
+                    at = slot + r // 2
+                    at = gl.where(at >= CHUNKS, at - CHUNKS, at)
+                    k_row = keys.index(at).slice(r % 2 * 16, 16, 0)
+                    v_row = values.index(at).slice(r % 2 * 16, 16, 0)
+                    s0, s1 = halves(mma_v2(q, k_row.permute([1, 0]).load(RIGHT), col))
+                    d0, d1 = halves(mma_v2(grad, v_row.permute([1, 0]).load(RIGHT), minus))
+                    row = terms[r].to(gl.float32, bitcast=True)
+                    p = exp2(gl.maximum(s0, s1) * scale_log2 - twice(stats[h] - row * scale_log2))
+                    ds = p * gl.where(mine0, d0, d1)
+                    dcol += ds
+                    p = p.to(dtype)
+                    ds = ds.to(dtype)
+                    p = beside(only(p, keep0), only(p, keep1), LEFT)
+                    ds = beside(only(ds, keep0), only(ds, keep1), LEFT)
+                    dq = mma_v2(ds, _channels(k_row, h, D).load(RIGHT), dq)
+                    drow = mma_v2(ds, gl.where(code == r, 1.0, 0.0).to(dtype), drow)
+                    dv_row = mma_v2(_transposed(p), grad_right, dv_row)
+                    dk_row = mma_v2(_transposed(ds), q_right, dk_row)
+                if r >= 2:
+                    dk_next = dk_next + (dk_row,)
+                    dv_next = dv_next + (dv_row,)
+                else:
+                    # The walk leaves these rows behind.
+                    _channels(stages[2 * r], h, D).store((dk_row * scale).to(dtype))
+                    _channels(stages[2 * r + 1], h, D).store(dv_row.to(dtype))
+                if r == 1 and h == G - 1:
+                    for j in gl.static_range(2):
+                        there = share_in & within(2 * tile - PY + j, H)
+                        down = (2 * (tile - first) + j) * 256
+                        gl.store(dk_at + down, stages[2 * j].load(COPY), mask=there)
+                        gl.store(dv_at + down, stages[2 * j + 1].load(COPY), mask=there)
+            dtaps = beside(turned(dcol, 1, dtype).to(dtype), _rows_to_taps(drow).to(dtype), LEFT)
+            dq = mma_v2(dtaps, back[h], dq)
+            dtables_next = dtables_next + (mma_v2(_transposed(dtaps), q_right, dtables[h]),)
+            # The tile's outputs are no longer needed: in their place dq lies as it is written, 16 bytes a lane.
+            _channels(outs.index(q_slot), h, D).store((dq * scale).to(dtype))
+        there = query_in & ((2 * tile + qy) < H)[:, None]
+        gl.store(dq_at + (2 * tile) * W * grad_pixel, outs.index(q_slot).load(COPY), mask=there)
+        dk = dk_next
+        dv = dv_next
+        dtables = dtables_next
+        stats = stats_next
+        slot = gl.where(slot == CHUNKS - 1, 0, slot + 1)
+        q_slot = gl.where(q_slot == AHEAD, 0, q_slot + 1)
+        q_free = gl.where(q_free == AHEAD, 0, q_free + 1)
+
+    wait(0)
+    for r in gl.static_range(KEPT):
+        for h in gl.static_range(G):
+            _channels(stages[r % 2 * 2], h, D).store((dk[h * KEPT + r] * scale).to(dtype))
+            _channels(stages[r % 2 * 2 + 1], h, D).store(dv[h * KEPT + r].to(dtype))
+        there = share_in & within(2 * last - PY + r, H)
+        down = (2 * (last - first) + r) * 256
+        gl.store(dk_at + down, stages[r % 2 * 2].load(COPY), mask=there)
+        gl.store(dv_at + down, stages[r % 2 * 2 + 1].load(COPY), mask=there)
+    # [program, 2·16 places, 16 channels]: column taps from place 0 on, row taps from 16 on.
+    tm = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+    tc = gl.arange(0, D, gl.SliceLayout(0, MMA))[None, :]
+    spot = program.to(gl.int64) * 512
+    for h in gl.static_range(G):
+        gl.store(drel_ptr + spot + ((tm + tm // 8 * 8) * 16 + h * D + tc), dtables[h] * scale)

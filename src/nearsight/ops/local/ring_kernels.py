@@ -1,0 +1,243 @@
+"""The forward of local attention in strips whose halo stays in shared memory from tile to tile.
+
+A program is one warp, which waits for no other. It walks down a strip of tiles of 2×8 queries with 16 channels of a pixel: one
+head of 16, or two of 8, one after the other. The halo's rows (16 pixels, k and v) lie in a ring of chunks of two rows: those of
+the tile, and those of the AHEAD tiles to come, which are on their way; a tile adds one chunk. Half types, windows of up to 7×7,
+border "mask", both relative tables. Letters are those of `kernels.py`, lanes those of `ring_parts.py`.
+
+A row of the halo is a product of its own, which starts from the column terms; the row term enters with the exponential. Of two
+columns eight apart a query attends to one at most, and both lie in one lane: one exponential serves both.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from nearsight.ops.local.ring_parts import (
+    COPY,
+    LANES,
+    LEFT,
+    MMA,
+    RIGHT,
+    SHARED,
+    beside,
+    bound_columns,
+    commit,
+    copy,
+    halves,
+    mma_v2,
+    only,
+    own_channels,
+    parities,
+    row_terms,
+    strip_of,
+    turned,
+    twice,
+    wait,
+    within,
+)
+
+__all__ = ["RUNTIME", "exp2", "ring_forward"]
+
+# Sizes of one image: compiling again for each would cost a second per new size.
+RUNTIME = ["H", "W", "heads", "groups", "strips", "splits", "tiles", "row_head", "col_head"]
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _half_table(ptr, head_stride, h0, TAPS: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
+    """A relative table as an operand [16, 8]; it meets D/2 channels of a head, from FIRST on."""
+    c = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
+    s = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))[None, :]
+    d = c % D - FIRST
+    use = (s < TAPS) & (d >= 0) & (d < D // 2)
+    return gl.load(ptr + (h0 + c // D) * head_stride + s * (D // 2) + d, mask=use, other=0.0).to(DTYPE)
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def ring_forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    row_ptr,
+    col_ptr,
+    H,
+    W,
+    heads,
+    groups,
+    strips,
+    splits,
+    tiles,
+    q_b,
+    q_y,
+    q_x,
+    k_b,
+    k_y,
+    k_x,
+    v_b,
+    v_y,
+    v_x,
+    row_head,
+    col_head,
+    scale_log2,
+    KH: gl.constexpr,
+    KW: gl.constexpr,
+    D: gl.constexpr,
+    q_h: gl.constexpr,
+    k_h: gl.constexpr,
+    v_h: gl.constexpr,
+    LARGE: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """out and the log-sum-exp of every query in a strip, as `kernels.forward` gives them."""
+    G: gl.constexpr = 16 // D
+    HALO: gl.constexpr = (KH + 2) // 2
+    CHUNKS: gl.constexpr = HALO + AHEAD
+    PY: gl.constexpr = (KH - 1) // 2
+    PX: gl.constexpr = (KW - 1) // 2
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
+    group, x0, image, _per_split, first, last = strip_of(gl.program_id(0), groups, splits, strips, tiles)
+    h0 = group * G
+
+    keys = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
+    values = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
+    queries = gl.allocate_shared_memory(dtype, [AHEAD + 1, 16, 16], SHARED)
+
+    # What a lane copies: 16 bytes of a pixel of the halo, and of a query.
+    pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
+    place = gl.arange(0, 32, gl.SliceLayout(1, COPY))
+    channel = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
+    halo_x = x0 - PX + place % 16
+    halo_y = place // 16
+    halo_in = (within(halo_x, W) & (place % 16 < 7 + KW))[:, None] & (channel >= 0)
+    qx = x0 + pixel % 8
+    qy = pixel // 8
+    query_in = (qx < W)[:, None] & (channel >= 0)
+    k_at = k_ptr + image * k_b + group * (G * k_h) + ((halo_y * k_y + halo_x * k_x)[:, None] + channel)
+    v_at = v_ptr + image * v_b + group * (G * v_h) + ((halo_y * v_y + halo_x * v_x)[:, None] + channel)
+    q_at = q_ptr + image * q_b + group * (G * q_h) + ((qy * q_y + qx * q_x)[:, None] + channel)
+    o_x = heads * D
+    o_at = out_ptr + image * H * W * o_x + group * 16 + (((qy * W + qx) * o_x)[:, None] + channel)
+
+    col_table = _half_table(col_ptr, col_head, h0, KW, D // 2, D, dtype)
+    row_table = _half_table(row_ptr, row_head, h0, KH, 0, D, dtype)
+    ones = gl.full([16, 8], 1.0, dtype, RIGHT)
+    nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
+    bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE)
+    keep0 = gl.where(mine0, -1, 0).to(gl.int16)
+    keep1 = gl.where(mine1, -1, 0).to(gl.int16)
+    owns = ()
+    for h in gl.static_range(G):
+        owns = owns + (own_channels(h, W, D),)
+
+    sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
+    st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    stat_x = x0 + sm % 8
+    stat_in = (stat_x < W) & (st == 0)
+    stat_at = lse_ptr + image * H * W * heads + h0 + ((sm // 8) * W + stat_x) * heads + st * 0
+
+    # The first tile's rows but for its last chunk, which comes with its queries, as every later one.
+    for j in gl.static_range(HALO - 1):
+        y = 2 * (first + j) - PY
+        use = halo_in & within(y + halo_y, H)[:, None]
+        copy(keys.index(j), k_at + y * k_y, mask=use)
+        copy(values.index(j), v_at + y * v_y, mask=use)
+    for a in gl.static_range(AHEAD):
+        y = 2 * (first + a + HALO - 1) - PY
+        use = halo_in & within(y + halo_y, H)[:, None]
+        copy(keys.index(HALO - 1 + a), k_at + y * k_y, mask=use)
+        copy(values.index(HALO - 1 + a), v_at + y * v_y, mask=use)
+        y = 2 * (first + a)
+        copy(queries.index(a), q_at + y * q_y, mask=query_in & ((y + qy) < H)[:, None])
+        commit()
+
+    slot = 0  # of the tile's first chunk
+    q_slot = 0
+    q_free = AHEAD
+    for tile in range(first, last):
+        wait(AHEAD - 1)
+        # The chunk behind the tile is free: into it comes what a later tile adds, never above the image. Nothing after the last.
+        later = tile + AHEAD
+        free = slot - 1
+        free = gl.where(free < 0, CHUNKS - 1, free)
+        end = gl.where(later < last, H, 0)
+        y = 2 * (later + HALO - 1) - PY
+        use = halo_in & ((y + halo_y) < end)[:, None]
+        copy(keys.index(free), k_at + y * k_y, mask=use)
+        copy(values.index(free), v_at + y * v_y, mask=use)
+        copy(queries.index(q_free), q_at + (2 * later) * q_y, mask=query_in & ((2 * later + qy) < end)[:, None])
+        commit()
+
+        mine = queries.index(q_slot)
+        q_both = mine.load(LEFT)
+        for h in gl.static_range(G):
+            q = q_both
+            if G > 1:
+                q = only(q_both, owns[h])
+            col = turned(mma_v2(q, col_table, nothing), -1, dtype)
+            col = beside(gl.minimum(col, bound0), gl.minimum(col, bound1), MMA)
+            terms = row_terms(mma_v2(q, row_table, nothing), 2 * tile, H, KH, LARGE, dtype)
+            top = gl.full([16, 4], -LARGE, gl.float32, LANES)
+            logits = ()
+            rows = ()
+            for r in gl.static_range(KH + 1):
+                at = slot + r // 2
+                at = gl.where(at >= CHUNKS, at - CHUNKS, at)
+                k = keys.index(at).slice(r % 2 * 16, 16, 0).permute([1, 0]).load(RIGHT)
+                s0, s1 = halves(mma_v2(q, k, col))
+                s = gl.maximum(s0, s1)
+                even, odd = parities(s)
+                row = terms[r].to(gl.float32, bitcast=True)
+                top = gl.maximum(top, row + gl.maximum(even, odd))
+                rows = rows + (row,)
+                logits = logits + (s,)
+            base = gl.max(top, 1)[:, None] * scale_log2
+            acc = gl.full([16, D], 0.0, gl.float32, MMA)
+            sums = nothing
+            for r in gl.static_range(KH + 1):
+                p = exp2(logits[r] * scale_log2 - twice(base - rows[r] * scale_log2)).to(dtype)
+                p = beside(only(p, keep0), only(p, keep1), LEFT)
+                at = slot + r // 2
+                at = gl.where(at >= CHUNKS, at - CHUNKS, at)
+                v = values.index(at).slice(r % 2 * 16, 16, 0)
+                if G > 1:
+                    v = v.slice(h * D, D, 1)
+                # Eight times the same sum, of the numbers that meet the values.
+                sums = mma_v2(p, ones, sums)
+                acc = mma_v2(p, v.load(RIGHT), acc)
+            total, _same = parities(sums)
+            inverse = twice(_reciprocal(total))
+            if G == 1:
+                inverse = beside(inverse, inverse, MMA)
+            # The tile's queries are no longer needed: in their place the output lies as it is written, 16 bytes a lane.
+            done = mine
+            if G > 1:
+                done = mine.slice(h * D, D, 1)
+            done.store((acc * inverse).to(dtype))
+            gl.store(
+                stat_at + (2 * tile) * W * heads + h,
+                base + _log2(total),
+                mask=stat_in & ((2 * tile + sm // 8) < H),
+            )
+        there = query_in & ((2 * tile + qy) < H)[:, None]
+        gl.store(o_at + (2 * tile) * W * o_x, mine.load(COPY), mask=there)
+        slot = gl.where(slot == CHUNKS - 1, 0, slot + 1)
+        q_slot = gl.where(q_slot == AHEAD, 0, q_slot + 1)
+        q_free = gl.where(q_free == AHEAD, 0, q_free + 1)
