@@ -99,6 +99,8 @@ def emulator(tmp_path_factory):
         patch.setattr(triton.runtime.driver, "_active", emulator)
         patch.setattr(triton_impl, "common_refusal", lambda *_: None)
         patch.setattr(launches, "_has_copy_engine", lambda index: True)
+        # A compilation that fails switches it off, which is then seen below, and must not last.
+        patch.setattr(launches, "RING", True)
         # Tensors of the CPU are taken for those of a GPU.
         may_ring = launches._may_ring
         patch.setattr(launches, "_may_ring", lambda call, *more: may_ring(launches._stand_in(call), *more))
@@ -198,7 +200,7 @@ def test_random_calls(launched, seed):
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 8), (torch.float16, 16)], ids=str)
-def test_log_sum_exp(dtype, dim):
+def test_log_sum_exp(launched, dtype, dim):
     """By the error rule; of the reference's weights, the middle tap's says what its logit was less."""
     from nearsight.ops.local import triton_impl
 
@@ -215,6 +217,7 @@ def test_log_sum_exp(dtype, dim):
         lse = triton_impl._forward_op(call.q, call.k, call.v, *triton_impl._rest(call))[1].view(truth.shape)
     allowed = 2 * (plain(call) - truth).abs().max() + 4 * torch.finfo(dtype).eps * truth.abs().max()
     assert (lse - truth).abs().max() <= allowed
+    assert launched == RING[:1]
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 16), (torch.float16, 8)], ids=str)
