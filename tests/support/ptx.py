@@ -11,9 +11,9 @@ What it looks at beside the numbers:
   arrives at its wait, as late as it may, so that what reads too early reads what was there before: NaN, at first.
 - Banks: threads that move 128 bytes of shared memory together must find them in different banks.
 
-Rounding: sums, products, `fma` and conversions are the hardware's, bit for bit. `ex2`, `lg2` and `rcp` are exact but for one
-rounding, where the hardware's are within two units in the last place. `mma` adds exactly and rounds once; the hardware cuts
-the sum's terms to a few bits more than float32 has, in a way that is not documented. What ptxas makes of the PTX is not seen.
+Rounding: sums, products, `fma` and conversions are the hardware's, bit for bit (but for the bits of a NaN). `ex2`, `lg2` and
+`rcp` are rounded once, where the hardware's are off by up to 2⁻²². `mma` is rounded once, too; how the hardware rounds its sums
+is not documented. What ptxas makes of the PTX is not seen.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ WARP = 32
 IN_FLIGHT = 2**30  # instead of a number of barriers: nobody knows when it arrives
 NAN_BYTE = 0xFF
 
-DTYPES = {"pred": np.bool_} | {
+# Types as instructions name them, and as registers keep them, by bytes: a predicate is one.
+DTYPES = {"pred": np.dtype("bool")} | {
     kind + bits: np.dtype(name + bits)
     for kind, name in (("b", "uint"), ("u", "uint"), ("s", "int"), ("f", "float"))
     for bits in ("16", "32", "64")
 }
-UNSIGNED = {1: np.dtype("bool"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
+KEPT = {1: np.dtype("bool"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
 class UnknownInstructionError(NotImplementedError):
@@ -94,7 +95,7 @@ def run(
         if parameter.is_pointer:
             values[parameter.name] = np.uint64(heap.place(value))
         elif parameter.dtype.kind == "f":
-            values[parameter.name] = np.asarray(value, parameter.dtype).view(UNSIGNED[parameter.dtype.itemsize])[()]
+            values[parameter.name] = np.asarray(value, parameter.dtype).view(KEPT[parameter.dtype.itemsize])[()]
         else:
             values[parameter.name] = _constant(str(int(value)), f"b{8 * parameter.dtype.itemsize}")
     block = _Block(program, grid, values, heap, shared)
@@ -166,12 +167,14 @@ class _Heap:
         for start, length, place in self.pieces:
             _at(start, length)[:] = self.bytes[place : place + length]
 
-    def check(self, address: Any, size: int) -> None:
-        ends = address + (size - 1)
-        if (address < 0).any() or (ends >= len(self.bytes)).any():
+    def index(self, at: np.ndarray, size: int) -> np.ndarray:
+        """Of `size` bytes each, [any, size]."""
+        if (at % size).any():
+            raise FaultError("misaligned")
+        inside = (at >= 0) & (at < len(self.bytes) - self.ROOM)
+        if not inside.all() or not (self.usable[at] & self.usable[at + size - 1]).all():
             raise FaultError("outside the given memory")
-        if not (self.usable[address] & self.usable[ends]).all():
-            raise FaultError("outside the given memory")
+        return at[:, None] + np.arange(size)
 
 
 def _at(address: int, length: int) -> np.ndarray:
@@ -225,9 +228,7 @@ class _Block:
 
         part.programs = int(chosen.sum())
         part.registers = {name: own(value) for name, value in self.registers.items()}
-        if self.programs == 1:  # [1, threads] is everyone's
-            part.registers["%tid.x"] = self.registers["%tid.x"]
-        part.shared, part.written, part.read = self.shared[chosen], self.written[chosen], self.read[chosen]
+        part.shared, part.written, part.read = (self.shared[chosen], self.written[chosen], self.read[chosen])
         part.copies = [(at[chosen], data[chosen]) for at, data in self.copies]
         part.groups = [[(at[chosen], data[chosen]) for at, data in group] for group in self.groups]
         return part
@@ -252,55 +253,69 @@ class _Block:
         register, offset = operand
         return self.whole(self.registers[register].astype(np.int64) + offset)
 
-    # Shared memory, by 16-byte rows or smaller pieces; `at` is [programs, any].
+    def chosen(self, on: Any) -> np.ndarray:
+        return np.ones((self.programs, self.threads), np.bool_) if on is None else self.whole(on)
 
-    def touch(self, text: str, at: np.ndarray, size: int, writes: bool, on: Any = None) -> None:
-        """Look at the bytes' history before they are read or written together, and at their banks."""
-        if (at % size).any():
+    def memory(
+        self, space: str, text: str, at: np.ndarray, size: int, chosen: np.ndarray, writes: bool
+    ) -> tuple[np.ndarray, Any]:
+        """An array of bytes, and where in it `size` bytes of each chosen thread lie."""
+        if space == "global":
+            return self.heap.bytes, self.heap.index(at[chosen], size)
+        self.touch(text, at, size, chosen, writes)
+        owners = np.broadcast_to(np.arange(self.programs)[:, None], at.shape)[chosen]
+        return self.shared, (owners[:, None], at[chosen][:, None] + np.arange(size))
+
+    def touch(self, text: str, at: np.ndarray, size: int, chosen: np.ndarray, writes: bool) -> None:
+        """Look at the history of bytes of shared memory before they are read or written together, and at their banks.
+
+        `at` and `chosen` are [programs, any].
+        """
+        owners = np.broadcast_to(np.arange(self.programs)[:, None], at.shape)[chosen]
+        places = at[chosen]
+        if (places % size).any():
             raise FaultError("misaligned")
-        if (at < 0).any() or (at + size > self.shared.shape[1]).any():
+        if (places < 0).any() or (places + size > self.shared.shape[1]).any():
             raise FaultError("outside shared memory")
-        rows = np.broadcast_to(np.arange(self.programs)[:, None], at.shape)
-        places, owners = (at, rows) if on is None else (at[on], rows[on])
-        words = places[..., None] // 4 + np.arange(max(size // 4, 1))
-        owners = owners[..., None]
+        words = owners[:, None], places[:, None] // 4 + np.arange(max(size // 4, 1))
         mine, other = (self.written, self.read) if writes else (self.read, self.written)
-        unsafe = (other[owners, words] >= self.barriers).any()
-        # Two writes without a barrier between them are for whoever wrote the kernel to judge, but for copies.
-        if unsafe or (writes and (mine[owners, words] == IN_FLIGHT).any()):
+        # Of two writes without a barrier between them, one may be a copy that arrives later.
+        if (other[words] >= self.barriers).any() or (writes and (mine[words] == IN_FLIGHT).any()):
             self.late.add(text)
-        mine[owners, words] = self.barriers
-        if _conflict(at, size, on):
+        mine[words] = self.barriers
+        if _conflict(at, size, chosen):
             self.conflicts.add(text)
 
+    # 16 bytes each as eight halves, [programs, any, 8].
+
     def rows(self, at: np.ndarray) -> np.ndarray:
-        """16 bytes each as uint16, [programs, any, 8]."""
         return self.shared.view(np.uint16).reshape(self.programs, -1, 8)[np.arange(self.programs)[:, None], at // 16]
 
     def set_rows(self, at: np.ndarray, rows: np.ndarray) -> None:
         mine = self.shared.view(np.uint16).reshape(self.programs, -1, 8)
         mine[np.arange(self.programs)[:, None], at // 16] = rows
 
+    def set_written(self, at: np.ndarray, when: int) -> None:
+        self.written[np.arange(self.programs)[:, None, None], at[..., None] // 4 + np.arange(4)] = when
+
     def arrive(self, group: list[tuple[Any, Any]]) -> None:
         for at, data in group:
             self.set_rows(at, data)
-            self.written[np.arange(self.programs)[:, None, None], at[..., None] // 4 + np.arange(4)] = self.barriers
+            self.set_written(at, self.barriers)
 
 
-def _conflict(at: np.ndarray, size: int, on: Any) -> bool:
+def _conflict(at: np.ndarray, size: int, chosen: np.ndarray) -> bool:
     """Whether threads that move 128 bytes together want different bytes of one bank."""
     size = max(size, 4)
-    together = min(128 // size, at.shape[1])
-    piece = at // size
-    if on is not None:
-        # Who does nothing asks for what a neighbour asks for.
-        piece = np.where(on, piece, np.where(on, piece, -1).max(1, keepdims=True))
-    piece = np.sort(piece.reshape(-1, together), 1)
-    distinct = np.diff(piece, axis=1, prepend=-1) != 0
-    bank = piece % (128 // size)
-    used = np.zeros((len(piece), 128 // size), np.int32)
-    np.add.at(used, (np.arange(len(piece))[:, None], bank), distinct)
-    return bool((used > 1).any())
+    banks = 128 // size
+    # Who does nothing asks for what another asks for.
+    piece = np.where(chosen, at // size, -1)
+    piece = np.where(chosen, piece, piece.max(1, keepdims=True))
+    piece = np.sort(piece.reshape(-1, min(banks, at.shape[1])), 1)
+    first = np.diff(piece, axis=1, prepend=-2) != 0  # of those who ask for the same
+    wanted = np.zeros((len(piece), banks), np.int32)
+    np.add.at(wanted, (np.arange(len(piece))[:, None], piece % banks), first)
+    return bool((wanted > 1).any())
 
 
 # Parsing.
@@ -380,8 +395,8 @@ def _constant(text: str, kind: str) -> Any:
         return np.bool_(int(text, 0))
     if text[:2] in ("0f", "0F"):
         return np.uint32(int(text[2:], 16)).view(dtype)
-    bits = 8 * np.dtype(dtype).itemsize
-    return UNSIGNED[bits // 8].type(int(text, 0) % (1 << bits)).view(dtype)
+    bits = 8 * dtype.itemsize
+    return KEPT[bits // 8].type(int(text, 0) % (1 << bits)).view(dtype)
 
 
 def _source(text: str, kind: str) -> Any:
@@ -397,8 +412,8 @@ Step = Callable[[_Block, Any], None]
 def _lanewise(reads: Sequence[str], writes: str, function: Callable[..., Any], operands: list[str]) -> Step:
     target, *sources = operands
     wanted = [(_source(text, kind), DTYPES[kind]) for text, kind in zip(sources, reads, strict=True)]
-    dtype = np.dtype(DTYPES[writes])
-    bits = UNSIGNED[dtype.itemsize]
+    dtype = DTYPES[writes]
+    bits = KEPT[dtype.itemsize]
 
     def step(block: _Block, on: Any) -> None:
         value = function(*[block.get(source, kind) for source, kind in wanted])
@@ -513,11 +528,7 @@ LANEWISE: dict[str, tuple[Sequence[str], str, Callable[..., Any]]] = {
     "add.bf16x2": (("b32", "b32"), "b32", _both_halves("bf16", np.add)),
     "add.f16x2": (("b32", "b32"), "b32", _both_halves("f16", np.add)),
     "add.rn.f16x2": (("b32", "b32"), "b32", _both_halves("f16", np.add)),
-    "cvt.rn.bf16x2.f32": (
-        ("f32", "f32"),
-        "b32",
-        lambda high, low: _pack(_to_bfloat16(high), _to_bfloat16(low)),
-    ),
+    "cvt.rn.bf16x2.f32": (("f32", "f32"), "b32", lambda high, low: _pack(_to_bfloat16(high), _to_bfloat16(low))),
     "cvt.rn.f16x2.f32": (("f32", "f32"), "b32", lambda high, low: _pack(_to_float16(high), _to_float16(low))),
     "cvt.rn.bf16.f32": (("f32",), "b16", _to_bfloat16),
     "cvt.rn.f16.f32": (("f32",), "b16", _to_float16),
@@ -535,7 +546,6 @@ COMPARISONS = {
 for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
     LANEWISE[f"{_name}.f32"] = LANEWISE[f"{_name}.rn.f32"] = (("f32", "f32"), "f32", _function)
 for _kind in ("s16", "u16", "s32", "u32", "s64", "u64"):
-    _bits = _kind[1:]
     for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul.lo", np.multiply)):
         LANEWISE[f"{_name}.{_kind}"] = ((_kind, _kind), _kind, _function)
     LANEWISE[f"mad.lo.{_kind}"] = ((_kind,) * 3, _kind, lambda x, y, z: x * y + z)
@@ -572,7 +582,7 @@ for _from in ("s16", "u16", "s32", "u32", "s64", "u64"):
 
 def _make_parameter(match: re.Match[str], operands: list[str], text: str) -> Step:
     target, name = operands[0], _place(operands[1])[0]
-    wide = UNSIGNED[8 if target.startswith("%rd") else int(match[2]) // 8]
+    wide = KEPT[8 if target.startswith("%rd") else int(match[2]) // 8]
 
     def load(block: _Block, on: Any) -> None:
         # By its own sign into a wider register.
@@ -617,67 +627,33 @@ def _make_move(match: re.Match[str], operands: list[str], text: str) -> Step:
 
 
 def _make_load(match: re.Match[str], operands: list[str], text: str) -> Step:
-    space, dtype = match[1], DTYPES[f"b{match[3]}"]
+    space, dtype = match[1], DTYPES[f"b{match[2]}"]
     targets, place = _list(operands[0]), _place(operands[1])
-    size = np.dtype(dtype).itemsize * len(targets)
+    size = dtype.itemsize * len(targets)
 
     def load(block: _Block, on: Any) -> None:
-        at, used = block.address(place), None if on is None else block.whole(on)
-        if used is not None:
-            at = np.where(used, at, at[used][0] if used.any() else 0)
-            if not used.any():
-                used, found = used, np.zeros((*at.shape, len(targets)), dtype)
-        if used is None or used.any():
-            found = _read_shared(block, text, at, size, used) if space == "shared" else _read_global(block, at, size)
-            found = found.view(dtype)
+        chosen = block.chosen(on)
+        found = np.zeros((*chosen.shape, size), np.uint8)
+        memory, index = block.memory(space, text, block.address(place), size, chosen, writes=False)
+        found[chosen] = memory[index]
         for i, target in enumerate(targets):
-            block.put(target, found[..., i], on)
+            block.put(target, found.view(dtype)[..., i], on)
 
     return load
 
 
 def _make_store(match: re.Match[str], operands: list[str], text: str) -> Step:
-    space, kind = match[1], f"b{match[3]}"
-    dtype = np.dtype(DTYPES[kind])
+    space, kind = match[1], f"b{match[2]}"
     place, sources = _place(operands[0]), [_source(s, kind) for s in _list(operands[1])]
-    size = dtype.itemsize * len(sources)
+    size = DTYPES[kind].itemsize * len(sources)
 
     def store(block: _Block, on: Any) -> None:
-        at, used = block.address(place), None if on is None else block.whole(on)
-        data = np.stack([block.whole(block.get(s, dtype)) for s in sources], -1)
-        data = np.ascontiguousarray(data).view(np.uint8)
-        chosen = np.ones(at.shape, np.bool_) if used is None else used
-        if not chosen.any():
-            return
-        if space == "shared":
-            block.touch(text, np.where(chosen, at, 0), size, True, used)
-            rows = np.broadcast_to(np.arange(block.programs)[:, None], at.shape)[chosen]
-            block.shared[rows[:, None], at[chosen][:, None] + np.arange(size)] = data[chosen]
-            return
-        at = at[chosen]
-        _check_global(block, at, size)
-        block.heap.bytes[at[:, None] + np.arange(size)] = data[chosen]
+        chosen = block.chosen(on)
+        data = np.stack([block.whole(block.get(s, DTYPES[kind])) for s in sources], -1)
+        memory, index = block.memory(space, text, block.address(place), size, chosen, writes=True)
+        memory[index] = data.view(np.uint8)[chosen]
 
     return store
-
-
-def _read_shared(block: _Block, text: str, at: np.ndarray, size: int, on: Any) -> np.ndarray:
-    block.touch(text, at, size, False, on)
-    rows = np.arange(block.programs)[:, None, None]
-    return block.shared[rows, at[..., None] + np.arange(size)]
-
-
-def _read_global(block: _Block, at: np.ndarray, size: int) -> np.ndarray:
-    _check_global(block, at, size)
-    unit = min(size, 8)
-    units = block.heap.bytes.view(UNSIGNED[unit])
-    return units[at[..., None] // unit + np.arange(size // unit)]
-
-
-def _check_global(block: _Block, at: np.ndarray, size: int) -> None:
-    if (at % size).any():
-        raise FaultError("misaligned")
-    block.heap.check(at, size)
 
 
 def _make_copy(match: re.Match[str], operands: list[str], text: str) -> Step:
@@ -687,17 +663,14 @@ def _make_copy(match: re.Match[str], operands: list[str], text: str) -> Step:
     given = _source(operands[3], "b32") if len(operands) > 3 else np.uint32(16)
 
     def copy(block: _Block, on: Any) -> None:
-        if on is not None and not block.whole(on).all():
-            raise FaultError("a copy by some of the threads is not implemented")
-        at, origin = block.address(to), block.address(source)
-        length = block.whole(block.get(given, np.uint32))
-        if not np.isin(length, (0, 16)).all():
-            raise FaultError("a copy of neither 0 nor 16 bytes is not implemented")
-        block.touch(text, at, 16, True)
-        block.written[np.arange(block.programs)[:, None, None], at[..., None] // 4 + np.arange(4)] = IN_FLIGHT
+        at, length = block.address(to), block.whole(block.get(given, np.uint32))
+        if not block.chosen(on).all() or not np.isin(length, (0, 16)).all():
+            raise UnknownInstructionError(f"copies by some threads, or of neither 0 nor 16 bytes ({text})")
+        block.touch(text, at, 16, block.chosen(None), writes=True)
+        block.set_written(at, IN_FLIGHT)
+        full = length == 16
         data = np.zeros((*at.shape, 16), np.uint8)
-        if (length == 16).any():
-            data[length == 16] = _read_global(block, origin[length == 16], 16).view(np.uint8)
+        data[full] = block.heap.bytes[block.heap.index(block.address(source)[full], 16)]
         block.copies.append((at, data.view(np.uint16)))
 
     return copy
@@ -750,7 +723,7 @@ def _make_load_matrix(match: re.Match[str], operands: list[str], text: str) -> S
 
     def load(block: _Block, on: Any) -> None:
         at = _matrix_rows(block, place, count)
-        block.touch(text, at, 16, False)
+        block.touch(text, at, 16, np.ones(at.shape, np.bool_), writes=False)
         rows = block.rows(at).reshape(block.programs, -1, count, 8, 8)
         found = _of_rows(rows.swapaxes(-1, -2) if turned else rows)
         for i, target in enumerate(targets):
@@ -765,7 +738,7 @@ def _make_store_matrix(match: re.Match[str], operands: list[str], text: str) -> 
 
     def store(block: _Block, on: Any) -> None:
         at = _matrix_rows(block, place, count)
-        block.touch(text, at, 16, True)
+        block.touch(text, at, 16, np.ones(at.shape, np.bool_), writes=True)
         rows = _to_rows(np.stack([block.warps(block.registers[s]) for s in sources], 2))
         rows = rows.swapaxes(-1, -2) if turned else rows
         block.set_rows(at, rows.reshape(block.programs, -1, 8))
@@ -829,8 +802,8 @@ def _make_shuffle(match: re.Match[str], operands: list[str], text: str) -> Step:
 MADE: list[tuple[str, Callable[[re.Match[str], list[str], str], Step]]] = [
     (r"ld\.param\.([bus])(32|64)", _make_parameter),
     (r"mov\.[bufs](16|32|64)", _make_move),
-    (r"ld\.(global|shared)(\.v[24])?\.[bfu](16|32|64)", _make_load),
-    (r"st\.(global|shared)(\.v[24])?\.[bfu](16|32|64)", _make_store),
+    (r"ld\.(global|shared)(?:\.v[24])?\.[bfu](16|32|64)", _make_load),
+    (r"st\.(global|shared)(?:\.v[24])?\.[bfu](16|32|64)", _make_store),
     (r"cp\.async\.cg\.shared\.global", _make_copy),
     (r"cp\.async\.commit_group", _make_commit),
     (r"cp\.async\.wait_group", _make_wait),

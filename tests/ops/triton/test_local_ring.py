@@ -99,6 +99,8 @@ def emulator(tmp_path_factory):
         patch.setattr(triton.runtime.driver, "_active", emulator)
         patch.setattr(triton_impl, "common_refusal", lambda *_: None)
         patch.setattr(launches, "_has_copy_engine", lambda index: True)
+        # A compilation that fails switches it off, which is then seen below, and must not last.
+        patch.setattr(launches, "RING", True)
         # Tensors of the CPU are taken for those of a GPU.
         may_ring = launches._may_ring
         patch.setattr(launches, "_may_ring", lambda call, *more: may_ring(launches._stand_in(call), *more))
@@ -107,44 +109,45 @@ def emulator(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def launched(emulator):
-    """The kernels that a test launched. None may have missed a barrier, none of the ring met in a bank."""
+    """The kernels that a test launched. None of the ring may have missed a barrier, or met in a bank.
+
+    Of sums some versions of Triton let a thread write without a barrier what it read itself, which is reported as well.
+    """
     for kept in (emulator.launched, emulator.programs, emulator.replayed, emulator.reports):
         kept.clear()
     yield emulator.launched
     for name, report in emulator.reports:
-        assert not report.missing_barriers, name
-        assert not report.bank_conflicts or name not in RING, name
+        assert name not in RING or report == ptx.Report([], []), name
 
 
-def draw(dtype, size, batch=1, heads=2, dim=16, window=(7, 7), tables="shared", packed=True):
-    """q, k and v, packed in one tensor or on their own, and both tables."""
-
+def draw(dtype, size, batch=1, heads=2, dim=16, window=(7, 7), tables="shared"):
     def normal(*shape):
         return torch.randn(shape).to(dtype)
 
     lead = (heads,) if tables == "heads" else ()
-    tables = {name: normal(*lead, taps, dim // 2) for name, taps in zip(("rel_row", "rel_col"), window, strict=True)}
-    if packed:
-        return {"qkv": normal(batch, *size, 3, heads, dim), **tables}
-    return {name: normal(batch, *size, heads, dim) for name in "qkv"} | tables
+    rel = {name: normal(*lead, taps, dim // 2) for name, taps in zip(("rel_row", "rel_col"), window, strict=True)}
+    return {name: normal(batch, *size, heads, dim) for name in "qkv"} | rel
 
 
-def attend(backend, window=(7, 7)):
-    def run(qkv=None, q=None, k=None, v=None, **tables):
-        q, k, v = (q, k, v) if qkv is None else qkv.unbind(3)
+def attend(backend, window=(7, 7), packed=3):
+    """With q, k and v as slices of one tensor, side by side on axis `packed`, or on their own (None)."""
+
+    def run(q, k, v, **tables):
+        if packed is not None:
+            q, k, v = torch.stack([q, k, v], packed).unbind(packed)
         return local_attention(q, k, v, **tables, window=window, scale=q.shape[-1] ** -0.5, backend=backend)
 
     return run
 
 
-def compare(inputs, window=(7, 7)):
-    assert_by_error_rule(attend("triton", window), attend("reference", window), inputs)
+def compare(inputs, window=(7, 7), packed=3):
+    assert_by_error_rule(attend("triton", window, packed), attend("reference", window, packed), inputs)
 
 
 # Wider than the maps that fit a tile: three or four strips, the last one whole or cut.
 SHAPES = {
     "odd": {"size": (7, 21), "batch": 2},
-    "per head": {"size": (6, 28), "heads": 4, "tables": "heads", "packed": False},
+    "per head": {"size": (6, 28), "heads": 4, "tables": "heads"},
     "one row": {"size": (1, 20), "batch": 2},
 }
 
@@ -153,7 +156,7 @@ SHAPES = {
 @pytest.mark.parametrize("dim", [8, 16])
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_output_and_gradients(launched, dtype, dim, shape):
-    compare(draw(dtype, dim=dim, **SHAPES[shape]))
+    compare(draw(dtype, dim=dim, **SHAPES[shape]), packed=None if shape == "per head" else 3)
     assert launched == [*RING, *SUMS]
 
 
@@ -191,17 +194,17 @@ def test_random_calls(launched, seed):
     pick = picker(seed)
     dim, window = 8 * pick(1, 2), (pick(1, 7), pick(1, 7))
     shape = {"size": (pick(1, 25), pick(17, 40)), "batch": pick(1, 3), "heads": pick(1, 3) * 16 // dim}
-    more = {"tables": ("shared", "heads")[pick(0, 1)], "packed": bool(pick(0, 1))}
-    compare(draw(HALF_TYPES[pick(0, 1)], dim=dim, window=window, **shape, **more), window)
+    inputs = draw(HALF_TYPES[pick(0, 1)], dim=dim, window=window, tables=("shared", "heads")[pick(0, 1)], **shape)
+    compare(inputs, window, packed=(None, 3)[pick(0, 1)])
     assert launched == [*RING, *SUMS]
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 8), (torch.float16, 16)], ids=str)
-def test_log_sum_exp(dtype, dim):
+def test_log_sum_exp(launched, dtype, dim):
     """By the error rule; of the reference's weights, the middle tap's says what its logit was less."""
     from nearsight.ops.local import triton_impl
 
-    inputs = draw(dtype, size=(3, 21), dim=dim, packed=False)
+    inputs = draw(dtype, size=(3, 21), dim=dim)
     call = prepare(**inputs, window=7, scale=dim**-0.5)
 
     def plain(call):
@@ -214,6 +217,24 @@ def test_log_sum_exp(dtype, dim):
         lse = triton_impl._forward_op(call.q, call.k, call.v, *triton_impl._rest(call))[1].view(truth.shape)
     allowed = 2 * (plain(call) - truth).abs().max() + 4 * torch.finfo(dtype).eps * truth.abs().max()
     assert (lse - truth).abs().max() <= allowed
+    assert launched == RING[:1]
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 16), (torch.float16, 8)], ids=str)
+def test_large_logits(launched, dtype, dim):
+    """Hundreds, at borders too: what is beyond them must stay far below."""
+    inputs = draw(dtype, size=(3, 20), dim=dim)
+    inputs["q"] *= 12
+    inputs["k"] *= 12
+    inputs["rel_row"] -= 20
+    compare(inputs)
+    assert launched == [*RING, *SUMS]
+
+
+def test_heads_apart(launched):
+    """q, k and v of a head side by side, as some layers keep them."""
+    compare(draw(torch.float16, size=(4, 17)), packed=4)
+    assert launched == [*RING, *SUMS]
 
 
 def test_slices_of_a_product(launched):
