@@ -24,8 +24,8 @@ from nearsight.ops.local.geometry import TALLEST_WALK
 __all__ = ["forward"]
 
 
-# Windows of more rows compute float32's logits exactly, forward and backward: over hundreds of keys what three TF32 products leave
-# out of them, 1e-5 of a logit of ten, is twenty times float32's own error.
+# Windows of more rows compute float32's logits exactly, forward and backward: over hundreds of keys what three TF32 products
+# leave out of them, 1e-5 of a logit of ten, is twenty times float32's own error.
 TALL = tl.constexpr(TALLEST_WALK[4])
 
 # Sizes of one image: compiling again for each would cost a second per new size.
