@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nearsight.ops.triton_support import INTERPRETED as RUN_BY_INTERPRETER
 
-__all__ = ["dot", "dot_add", "dot_sum", "exp2", "log2", "reciprocal"]
+__all__ = ["dot", "dot_add", "exp2", "log2", "reciprocal"]
 
 INTERPRETED = tl.constexpr(RUN_BY_INTERPRETER)
 NVIDIA = tl.constexpr(not RUN_BY_INTERPRETER and torch.version.hip is None)
@@ -27,16 +27,6 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def dot_sum(a, b, acc, PRECISION: tl.constexpr):
-    # Tensor cores cut sums instead of rounding them; in float32 a long sum is added up here. An addition the compiler would
-    # put back into the product.
-    if PRECISION == "tf32x3":
-        return tl.fma(dot(a, b, PRECISION), 1.0, acc)
-    else:
-        return dot_add(a, b, acc, PRECISION)
 
 
 @triton.jit

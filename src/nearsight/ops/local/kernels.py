@@ -18,7 +18,7 @@ Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponent
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum, exp2, log2
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, log2
 from nearsight.ops.local.geometry import TALLEST_WALK
 
 __all__ = ["forward"]
@@ -334,7 +334,7 @@ def forward(
                 shrink = exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))
                 total = total * shrink + sums
                 acc = acc * shrink[:, None]
-                acc = dot_sum(p.to(dtype), v, acc, PRECISION)
+                acc = dot_add(p.to(dtype), v, acc, PRECISION)
                 top = new_top
             else:
                 total = sums

@@ -7,24 +7,29 @@ It leaves dq, and shares of dk, dv and the relative tables, as the walk of `grad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nearsight.ops.local.ring_kernels import RUNTIME, exp2
 from nearsight.ops.local.ring_parts import (
     COPY,
     LANES,
     LEFT,
     MMA,
     RIGHT,
+    RUNTIME,
     SHARED,
     beside,
     bound_columns,
+    channels,
     commit,
+    copied_by_lane,
     copy,
+    exp2,
     halves,
     interleave,
     mma_v2,
     only,
     own_channels,
     parities,
+    pixels_of,
+    row_of,
     row_terms,
     strip_of,
     turned,
@@ -133,15 +138,6 @@ def _tables(
     return (col + row).to(DTYPE)
 
 
-@gluon.jit
-def _channels(memory, h, D: gl.constexpr):
-    """A head's channels of pixels in shared memory."""
-    if D < 16:
-        return memory.slice(h * D, D, 1)
-    else:
-        return memory
-
-
 @gluon.jit(do_not_specialize=RUNTIME)
 def ring_backward(
     q_ptr,
@@ -213,19 +209,10 @@ def ring_backward(
     for _ in gl.static_range(4):
         stages = stages + (gl.allocate_shared_memory(dtype, [16, 16], SHARED),)
 
-    # What a lane copies: 16 bytes of a pixel of the halo, and of a query.
-    pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
-    place = gl.arange(0, 32, gl.SliceLayout(1, COPY))
-    channel = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
-    halo_x = x0 - PX + place % 16
-    halo_y = place // 16
-    halo_in = (within(halo_x, W) & (place % 16 < 7 + KW))[:, None] & (channel >= 0)
-    qx = x0 + pixel % 8
-    qy = pixel // 8
-    query_in = (qx < W)[:, None] & (channel >= 0)
-    k_at = k_ptr + image * k_b + group * (G * k_h) + ((halo_y * k_y + halo_x * k_x)[:, None] + channel)
-    v_at = v_ptr + image * v_b + group * (G * v_h) + ((halo_y * v_y + halo_x * v_x)[:, None] + channel)
-    q_at = q_ptr + image * q_b + group * (G * q_h) + ((qy * q_y + qx * q_x)[:, None] + channel)
+    halo_x, halo_y, halo_in, qx, qy, query_in, channel = copied_by_lane(x0, W, KW)
+    k_at = pixels_of(k_ptr, image, k_b, group * (G * k_h), halo_y, halo_x, k_y, k_x, channel)
+    v_at = pixels_of(v_ptr, image, v_b, group * (G * v_h), halo_y, halo_x, v_y, v_x, channel)
+    q_at = pixels_of(q_ptr, image, q_b, group * (G * q_h), qy, qx, q_y, q_x, channel)
     o_x = heads * D
     flat = ((qy * W + qx) * o_x)[:, None] + channel
     o_at = out_ptr + image * H * W * o_x + group * 16 + flat
@@ -233,6 +220,7 @@ def ring_backward(
     dq_at = dq_ptr + image * H * W * grad_pixel + group * 16 + (((qy * W + qx) * grad_pixel)[:, None] + channel)
     # Shares: [program, row of the strip, 16 pixels, 16 channels].
     share = program.to(gl.int64) * (per_split + HALO - 1) * 512
+    pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
     share_in = (within(x0 - PX + pixel, W) & (pixel < 7 + KW))[:, None] & (channel >= 0)
     dk_at = dk_ptr + share + (pixel[:, None] * 16 + channel)
     dv_at = dv_ptr + share + (pixel[:, None] * 16 + channel)
@@ -326,8 +314,8 @@ def ring_backward(
             if G > 1:
                 q = only(q_both, owns[h])
                 grad = only(grad_both, owns[h])
-            q_right = _channels(queries.index(q_slot), h, D).load(RIGHT)
-            grad_right = _channels(grads.index(q_slot), h, D).load(RIGHT)
+            q_right = channels(queries.index(q_slot), h, D).load(RIGHT)
+            grad_right = channels(grads.index(q_slot), h, D).load(RIGHT)
             col_taps, row_taps = halves(mma_v2(q, table, nothing16))
             col = turned(col_taps, -1, dtype)
             col = beside(gl.minimum(col, bound0), gl.minimum(col, bound1), MMA)
@@ -346,10 +334,8 @@ def ring_backward(
                     dv_row = dv[h * KEPT + r]
                 # The last row of an even window's halo is no query's.
                 if r <= KH:
-                    at = slot + r // 2
-                    at = gl.where(at >= CHUNKS, at - CHUNKS, at)
-                    k_row = keys.index(at).slice(r % 2 * 16, 16, 0)
-                    v_row = values.index(at).slice(r % 2 * 16, 16, 0)
+                    k_row = row_of(keys, slot, r, CHUNKS)
+                    v_row = row_of(values, slot, r, CHUNKS)
                     s0, s1 = halves(mma_v2(q, k_row.permute([1, 0]).load(RIGHT), col))
                     d0, d1 = halves(mma_v2(grad, v_row.permute([1, 0]).load(RIGHT), minus))
                     row = terms[r].to(gl.float32, bitcast=True)
@@ -360,7 +346,7 @@ def ring_backward(
                     ds = ds.to(dtype)
                     p = beside(only(p, keep0), only(p, keep1), LEFT)
                     ds = beside(only(ds, keep0), only(ds, keep1), LEFT)
-                    dq = mma_v2(ds, _channels(k_row, h, D).load(RIGHT), dq)
+                    dq = mma_v2(ds, channels(k_row, h, D).load(RIGHT), dq)
                     drow = mma_v2(ds, gl.where(code == r, 1.0, 0.0).to(dtype), drow)
                     dv_row = mma_v2(_transposed(p), grad_right, dv_row)
                     dk_row = mma_v2(_transposed(ds), q_right, dk_row)
@@ -369,8 +355,8 @@ def ring_backward(
                     dv_next = dv_next + (dv_row,)
                 else:
                     # The walk leaves these rows behind.
-                    _channels(stages[2 * r], h, D).store((dk_row * scale).to(dtype))
-                    _channels(stages[2 * r + 1], h, D).store(dv_row.to(dtype))
+                    channels(stages[2 * r], h, D).store((dk_row * scale).to(dtype))
+                    channels(stages[2 * r + 1], h, D).store(dv_row.to(dtype))
                 if r == 1 and h == G - 1:
                     for j in gl.static_range(2):
                         there = share_in & within(2 * tile - PY + j, H)
@@ -381,7 +367,7 @@ def ring_backward(
             dq = mma_v2(dtaps, back[h], dq)
             dtables_next = dtables_next + (mma_v2(_transposed(dtaps), q_right, dtables[h]),)
             # The tile's outputs are no longer needed: in their place dq lies as it is written, 16 bytes a lane.
-            _channels(outs.index(q_slot), h, D).store((dq * scale).to(dtype))
+            channels(outs.index(q_slot), h, D).store((dq * scale).to(dtype))
         there = query_in & ((2 * tile + qy) < H)[:, None]
         gl.store(dq_at + (2 * tile) * W * grad_pixel, outs.index(q_slot).load(COPY), mask=there)
         dk = dk_next
@@ -395,8 +381,8 @@ def ring_backward(
     wait(0)
     for r in gl.static_range(KEPT):
         for h in gl.static_range(G):
-            _channels(stages[r % 2 * 2], h, D).store((dk[h * KEPT + r] * scale).to(dtype))
-            _channels(stages[r % 2 * 2 + 1], h, D).store(dv[h * KEPT + r].to(dtype))
+            channels(stages[r % 2 * 2], h, D).store((dk[h * KEPT + r] * scale).to(dtype))
+            channels(stages[r % 2 * 2 + 1], h, D).store(dv[h * KEPT + r].to(dtype))
         there = share_in & within(2 * last - PY + r, H)
         down = (2 * (last - first) + r) * 256
         gl.store(dk_at + down, stages[r % 2 * 2].load(COPY), mask=there)

@@ -19,16 +19,22 @@ from nearsight.ops.local.ring_parts import (
     LEFT,
     MMA,
     RIGHT,
+    RUNTIME,
     SHARED,
     beside,
     bound_columns,
+    channels,
     commit,
+    copied_by_lane,
     copy,
+    exp2,
     halves,
     mma_v2,
     only,
     own_channels,
     parities,
+    pixels_of,
+    row_of,
     row_terms,
     strip_of,
     turned,
@@ -37,15 +43,7 @@ from nearsight.ops.local.ring_parts import (
     within,
 )
 
-__all__ = ["RUNTIME", "exp2", "ring_forward"]
-
-# Sizes of one image: compiling again for each would cost a second per new size.
-RUNTIME = ["H", "W", "heads", "groups", "strips", "splits", "tiles", "row_head", "col_head"]
-
-
-@gluon.jit
-def exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+__all__ = ["ring_forward"]
 
 
 @gluon.jit
@@ -110,7 +108,6 @@ def ring_forward(
     HALO: gl.constexpr = (KH + 2) // 2
     CHUNKS: gl.constexpr = HALO + AHEAD
     PY: gl.constexpr = (KH - 1) // 2
-    PX: gl.constexpr = (KW - 1) // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
     group, x0, image, _per_split, first, last = strip_of(gl.program_id(0), groups, splits, strips, tiles)
@@ -120,19 +117,10 @@ def ring_forward(
     values = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
     queries = gl.allocate_shared_memory(dtype, [AHEAD + 1, 16, 16], SHARED)
 
-    # What a lane copies: 16 bytes of a pixel of the halo, and of a query.
-    pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
-    place = gl.arange(0, 32, gl.SliceLayout(1, COPY))
-    channel = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
-    halo_x = x0 - PX + place % 16
-    halo_y = place // 16
-    halo_in = (within(halo_x, W) & (place % 16 < 7 + KW))[:, None] & (channel >= 0)
-    qx = x0 + pixel % 8
-    qy = pixel // 8
-    query_in = (qx < W)[:, None] & (channel >= 0)
-    k_at = k_ptr + image * k_b + group * (G * k_h) + ((halo_y * k_y + halo_x * k_x)[:, None] + channel)
-    v_at = v_ptr + image * v_b + group * (G * v_h) + ((halo_y * v_y + halo_x * v_x)[:, None] + channel)
-    q_at = q_ptr + image * q_b + group * (G * q_h) + ((qy * q_y + qx * q_x)[:, None] + channel)
+    halo_x, halo_y, halo_in, qx, qy, query_in, channel = copied_by_lane(x0, W, KW)
+    k_at = pixels_of(k_ptr, image, k_b, group * (G * k_h), halo_y, halo_x, k_y, k_x, channel)
+    v_at = pixels_of(v_ptr, image, v_b, group * (G * v_h), halo_y, halo_x, v_y, v_x, channel)
+    q_at = pixels_of(q_ptr, image, q_b, group * (G * q_h), qy, qx, q_y, q_x, channel)
     o_x = heads * D
     o_at = out_ptr + image * H * W * o_x + group * 16 + (((qy * W + qx) * o_x)[:, None] + channel)
 
@@ -198,9 +186,7 @@ def ring_forward(
             logits = ()
             rows = ()
             for r in gl.static_range(KH + 1):
-                at = slot + r // 2
-                at = gl.where(at >= CHUNKS, at - CHUNKS, at)
-                k = keys.index(at).slice(r % 2 * 16, 16, 0).permute([1, 0]).load(RIGHT)
+                k = row_of(keys, slot, r, CHUNKS).permute([1, 0]).load(RIGHT)
                 s0, s1 = halves(mma_v2(q, k, col))
                 s = gl.maximum(s0, s1)
                 even, odd = parities(s)
@@ -214,11 +200,7 @@ def ring_forward(
             for r in gl.static_range(KH + 1):
                 p = exp2(logits[r] * scale_log2 - twice(base - rows[r] * scale_log2)).to(dtype)
                 p = beside(only(p, keep0), only(p, keep1), LEFT)
-                at = slot + r // 2
-                at = gl.where(at >= CHUNKS, at - CHUNKS, at)
-                v = values.index(at).slice(r % 2 * 16, 16, 0)
-                if G > 1:
-                    v = v.slice(h * D, D, 1)
+                v = channels(row_of(values, slot, r, CHUNKS), h, D)
                 # Eight times the same sum, of the numbers that meet the values.
                 sums = mma_v2(p, ones, sums)
                 acc = mma_v2(p, v.load(RIGHT), acc)
@@ -227,10 +209,7 @@ def ring_forward(
             if G == 1:
                 inverse = beside(inverse, inverse, MMA)
             # The tile's queries are no longer needed: in their place the output lies as it is written, 16 bytes a lane.
-            done = mine
-            if G > 1:
-                done = mine.slice(h * D, D, 1)
-            done.store((acc * inverse).to(dtype))
+            channels(mine, h, D).store((acc * inverse).to(dtype))
             gl.store(
                 stat_at + (2 * tile) * W * heads + h,
                 base + _log2(total),

@@ -18,17 +18,23 @@ __all__ = [
     "LEFT",
     "MMA",
     "RIGHT",
+    "RUNTIME",
     "SHARED",
     "beside",
     "bound_columns",
+    "channels",
     "commit",
+    "copied_by_lane",
     "copy",
+    "exp2",
     "halves",
     "interleave",
     "mma_v2",
     "only",
     "own_channels",
     "parities",
+    "pixels_of",
+    "row_of",
     "row_terms",
     "strip_of",
     "turned",
@@ -41,6 +47,9 @@ __all__ = [
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit = async_copy.commit_group
 wait = async_copy.wait_group
+
+# Sizes of one image: compiling again for each would cost a second per new size.
+RUNTIME = ["H", "W", "heads", "groups", "strips", "splits", "tiles", "row_head", "col_head"]
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
@@ -79,6 +88,47 @@ def strip_of(pid, groups, splits, strips, tiles):
     per_split = (tiles + splits - 1) // splits
     first = split * per_split
     return group, x0, image, per_split, first, gl.minimum(tiles, first + per_split)
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def copied_by_lane(x0, W, KW: gl.constexpr):
+    """What a lane copies, 16 bytes each: of a chunk of the halo its column, row and whether it is there; of a tile's queries the
+    same; and the channels."""
+    place = gl.arange(0, 32, gl.SliceLayout(1, COPY))
+    pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
+    channel = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
+    halo_x = x0 - (KW - 1) // 2 + place % 16
+    halo_in = (within(halo_x, W) & (place % 16 < 7 + KW))[:, None] & (channel >= 0)
+    qx = x0 + pixel % 8
+    query_in = (qx < W)[:, None] & (channel >= 0)
+    return halo_x, place // 16, halo_in, qx, pixel // 8, query_in, channel
+
+
+@gluon.jit
+def pixels_of(ptr, image, step, first, y, x, step_y, step_x, channel):
+    """Where channels from `first` on of pixels (y, x) of an image lie."""
+    return ptr + image * step + first + ((y * step_y + x * step_x)[:, None] + channel)
+
+
+@gluon.jit
+def row_of(chunks, slot, r, CHUNKS: gl.constexpr):
+    """The 16 pixels of row r of a tile's halo, which begins with chunk `slot` of the ring."""
+    at = slot + r // 2
+    at = gl.where(at >= CHUNKS, at - CHUNKS, at)
+    return chunks.index(at).slice(r % 2 * 16, 16, 0)
+
+
+@gluon.jit
+def channels(memory, h, D: gl.constexpr):
+    """A head's channels of pixels in shared memory."""
+    if D < 16:
+        memory = memory.slice(h * D, D, 1)
+    return memory
 
 
 @gluon.jit

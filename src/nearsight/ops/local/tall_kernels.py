@@ -8,7 +8,7 @@ Their loops over the halo are not unrolled: with a window of 31 rows that took m
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum
+from nearsight.ops.arithmetic.kernels import dot, dot_add
 from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative
 from nearsight.ops.local.kernels import RUNTIME, TALL, _axis_bias, _strip, _within
 
@@ -151,7 +151,7 @@ def backward_queries(
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
             if HAS_K:
-                dq = dot_sum(ds, k, dq, PRECISION)
+                dq = dot_add(ds, k, dq, PRECISION)
             if HAS_REL:
                 dtable = dot(ds, codes, PRECISION)
                 # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy − rows.
@@ -163,7 +163,7 @@ def backward_queries(
         if HAS_REL:
             dtaps_low = dtaps.to(dtype)
             dq = dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
-            drel = dot_sum(tl.trans(dtaps_low), q, drel, PRECISION)
+            drel = dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
     if HAS_REL:
@@ -326,11 +326,11 @@ def backward_keys(
             rest_rows = tl.reshape(tl.broadcast_to(rest[:, None, :], (G, MQ, NK)), (M, NK))
             delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
             p = _probabilities(s * scale_log2, lse_rows, rest_rows, LSE_PARTS)
-            dv = dot_sum(p.to(dtype), grad, dv, PRECISION)
+            dv = dot_add(p.to(dtype), grad, dv, PRECISION)
             if HAS_K:
                 dp = dot(v, tl.trans(grad), PRECISION)
                 ds = (p * (dp - delta_rows)).to(dtype)
-                dk = dot_sum(ds, q, dk, PRECISION)
+                dk = dot_add(ds, q, dk, PRECISION)
         if HAS_MASK:
             attended = tl.load(mask_ptr + pixel, mask=inside, other=0) != 0
             dk = tl.where(attended[:, None], dk, 0.0)

@@ -10,7 +10,7 @@ In float32 LOGITS are plain products: what three TF32 ones leave out of a logit 
 import triton
 import triton.language as tl
 
-from nearsight.ops.arithmetic.kernels import dot, dot_add, dot_sum, exp2, reciprocal
+from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, reciprocal
 
 __all__ = ["forward", "key_gradients", "position_gradients", "positions", "query_gradients"]
 
@@ -99,6 +99,24 @@ def positions(
 
 
 @triton.jit
+def _logits_of_row(
+    q, column, i, x, y, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n,
+    D: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys x of row y: themselves, the queries' logits of them but for the row's terms, and those."""
+    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    j = y * W + x
+    at_row = y * n + i
+    k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
+    s = dot_add(q, tl.trans(k), column, LOGITS)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
+        s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
+    a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+    return k, s, a
+
+
+@triton.jit
 def _walk(
     q,
     i,
@@ -127,7 +145,6 @@ def _walk(
 ):
     """Σ p·v, Σ p and the logit where p is 1: `largest`, unless EXACT, which takes it along from −∞."""
     dtype = q.dtype
-    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     ones = tl.full((WB, 8), 1.0, dtype)
@@ -142,14 +159,9 @@ def _walk(
             addend = ()
             best = largest
             for r in tl.static_range(ROWS):
-                j = (y0 + r) * W + x
-                at_row = (y0 + r) * n + i
-                k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
-                s = dot_add(q, tl.trans(k), column, LOGITS)
-                if HAS_MASK:
-                    allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
-                    s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
-                a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+                _, s, a = _logits_of_row(
+                    q, column, i, x, y0 + r, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, D, HAS_MASK, PRECISION
+                )
                 if EXACT:
                     best = tl.maximum(best, tl.max(s, 1) + a)
                 logits = logits + (s,)
@@ -167,9 +179,9 @@ def _walk(
                     p = exp2((logits[r] + (addend[r] - best)[:, None]) * unit).to(dtype)
                 else:
                     p = exp2(logits[r] * unit + ((addend[r] - best) * unit)[:, None]).to(dtype)
-                out = dot_sum(p, v, out, PRECISION)
+                out = dot_add(p, v, out, PRECISION)
                 # The tensor cores add up as they go: no lane waits for another.
-                total = dot_sum(p, ones, total, PRECISION)
+                total = dot_add(p, ones, total, PRECISION)
     return out, tl.max(total, 1), largest
 
 
@@ -301,16 +313,9 @@ def _keys_of_row(
     D: tl.constexpr, DV: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys x of row y: themselves, the queries' weights of them, and g·v."""
-    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     j = y * W + x
-    at_row = y * n + i
-    k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
     v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-    s = dot_add(q, tl.trans(k), column, LOGITS)
-    if HAS_MASK:
-        allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
-        s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
-    a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
+    k, s, a = _logits_of_row(q, column, i, x, y, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, D, HAS_MASK, PRECISION)
     if PRECISION == "tf32":
         p = exp2(s * unit + (a * unit - lse)[:, None])
     else:
@@ -412,8 +417,8 @@ def query_gradients(
                 of_column += ds
                 ds = ds.to(dtype)
                 # Σ over the row's columns goes to column r.
-                of_rows = dot_sum(ds, tl.where(to_row == r, 1.0, 0.0).to(dtype), of_rows, PRECISION)
-                dq = dot_sum(ds, k, dq, PRECISION)
+                of_rows = dot_add(ds, tl.where(to_row == r, 1.0, 0.0).to(dtype), of_rows, PRECISION)
+                dq = dot_add(ds, k, dq, PRECISION)
             y = y0 + tl.arange(0, 8)[None, :]
             to = of_row_ptr + y * n + i[:, None]
             mine = use[:, None] & (y < tl.minimum(H, y0 + ROWS))
@@ -521,9 +526,9 @@ def key_gradients(
         p = exp2(exponent)
         if PRECISION != "tf32":
             p *= rest[None, :]
-        dv = dot_sum(p.to(dtype), grad, dv, PRECISION)
+        dv = dot_add(p.to(dtype), grad, dv, PRECISION)
         ds = p * (dot(v, tl.trans(grad), PRECISION) - delta[None, :])
-        dk = dot_sum(ds.to(dtype), q, dk, PRECISION)
+        dk = dot_add(ds.to(dtype), q, dk, PRECISION)
     channels = heads * (2 * D + DV)
     to = (b * n + j)[:, None] * channels
     tl.store(dk_ptr + to + h * D + d[None, :], (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
@@ -592,8 +597,8 @@ def position_gradients(
             ).to(tl.float32)
         of_row = of_row.to(dtype)
         of_col = tl.load(of_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key, mask=inside, other=0.0)
-        drow = dot_sum(of_row, q, drow, PRECISION)
-        dcol = dot_sum(tl.trans(of_col), q, dcol, PRECISION)
+        drow = dot_add(of_row, q, drow, PRECISION)
+        dcol = dot_add(tl.trans(of_col), q, dcol, PRECISION)
         to = dq_ptr + (image * n + y * W + x)[:, None] * CHANNELS + h * D + d[None, :]
         use = (x < W)[:, None] & (d < D)[None, :]
         dq = tl.load(to, mask=use, other=0.0).to(tl.float32)
