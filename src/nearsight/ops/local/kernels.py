@@ -285,6 +285,7 @@ def forward(
         if HAS_ROW and not PAIRS:
             row_taps = dot(q, rel_row, LOGITS)
         top = tl.full((M,), -float("inf"), tl.float32)
+        base = tl.zeros((M,), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
         for chunk in range(CHUNKS):
@@ -318,6 +319,9 @@ def forward(
                 new_top = tl.max(s, 1)
             if CHUNKS > 1:
                 new_top = tl.maximum(new_top, top)
+            # The rounded product is what exponents are relative to: computed again, fused into another operation, it would shrink
+            # what was added up before by a rounding error a chunk.
+            old_base = base
             # A query with nothing to attend to: every exponential below becomes 0.
             base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0) * scale_log2
             if FOLD:
@@ -331,7 +335,7 @@ def forward(
             else:
                 sums = tl.sum(p, 1)
             if CHUNKS > 1:
-                shrink = exp2(tl.where(top > -0.5 * LARGE, top * scale_log2 - base, -LARGE))
+                shrink = exp2(tl.where(top > -0.5 * LARGE, old_base - base, -LARGE))
                 total = total * shrink + sums
                 acc = acc * shrink[:, None]
                 acc = dot_add(p.to(dtype), v, acc, PRECISION)
@@ -342,7 +346,6 @@ def forward(
                 top = new_top
         some = total > 0
         acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
-        base = tl.where(top > -0.5 * LARGE, top, 0.0) * scale_log2
         pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
         out_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(out_ptr + out_at, acc.to(dtype), mask=own & inside[:, None])

@@ -511,16 +511,23 @@ def key_gradients(
         )
         lse, rest = _load_lse(lse_ptr, at + i, use, PRECISION)
         delta = tl.load(delta_ptr + at + i, mask=use, other=0.0)
-        s = dot(k, tl.trans(q), LOGITS)
-        s = dot_add(own_column, tl.trans(column), s, LOGITS)
+        # Added up in the order of `_keys_of_row`: in float32 weights whose rounding errors differ from those of the sum that
+        # divides them err almost twice as much.
+        s = dot(own_column, tl.trans(column), LOGITS)
+        s = dot_add(k, tl.trans(q), s, LOGITS)
         if KR > 1:
             there = (r < KR)[:, None] & (y0 + r < H)[:, None] & use[None, :]
             row = tl.load(by_row_ptr + r[:, None] * n + i[None, :], mask=there, other=0.0)
-            s = dot_add(own_row, row, s, LOGITS)
+            if PRECISION == "tf32":
+                exponent = dot_add(own_row, row, s, LOGITS) * unit - lse[None, :]
+            else:
+                exponent = (s + (dot(own_row, row, LOGITS) - lse[None, :])) * unit
         else:
             row = tl.load(by_row_ptr + i, mask=use, other=0.0).to(tl.float32)
-            lse -= row if PRECISION != "tf32" else row * unit
-        exponent = s * unit - lse[None, :] if PRECISION == "tf32" else (s - lse[None, :]) * unit
+            if PRECISION == "tf32":
+                exponent = s * unit - (lse - row * unit)[None, :]
+            else:
+                exponent = (s + (row - lse)[None, :]) * unit
         if HAS_MASK:
             exponent += masked[:, None]
         p = exp2(exponent)
