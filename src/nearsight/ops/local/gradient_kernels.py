@@ -88,21 +88,25 @@ def _table(
 
 @triton.jit
 def _load_lse(lse_ptr, at, mask, LARGE: tl.constexpr, LSE_PARTS: tl.constexpr):
-    """The log-sum-exp of queries: in half types one number and a stand-in; in float32 the largest logit, and the rest of it.
+    """The log-sum-exp of queries, LARGE of one that is not there: in half types one number and a stand-in; in float32 the
+    largest logit, unscaled, and the rest of it.
 
     As one float32 it would be rounded like a number of the largest logit's size, and with it every probability.
     """
-    lse = tl.load(lse_ptr + LSE_PARTS * at, mask=mask, other=LARGE)
-    rest = tl.load(lse_ptr + LSE_PARTS * at + 1, mask=mask, other=0.0) if LSE_PARTS == 2 else lse
-    return lse, rest
+    if LSE_PARTS == 1:
+        lse = tl.load(lse_ptr + at, mask=mask, other=LARGE)
+        return lse, lse
+    else:
+        top = tl.load(lse_ptr + 2 * at, mask=mask, other=0.0)
+        return top, tl.load(lse_ptr + 2 * at + 1, mask=mask, other=LARGE)
 
 
 @triton.jit
-def _probabilities(logits, lse, rest, LSE_PARTS: tl.constexpr):
-    logits -= lse
-    if LSE_PARTS == 2:
-        logits -= rest
-    return exp2(logits)
+def _probabilities(logits, scale_log2, lse, rest, LSE_PARTS: tl.constexpr):
+    if LSE_PARTS == 1:
+        return exp2(logits * scale_log2 - lse)
+    else:
+        return exp2((logits - lse) * scale_log2 - rest)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -302,7 +306,7 @@ def backward(
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            p = _probabilities(s * scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
+            p = _probabilities(s, scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = p * (dp - delta[:, None])

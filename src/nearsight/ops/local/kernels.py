@@ -285,7 +285,6 @@ def forward(
         if HAS_ROW and not PAIRS:
             row_taps = dot(q, rel_row, LOGITS)
         top = tl.full((M,), -float("inf"), tl.float32)
-        base = tl.zeros((M,), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
         for chunk in range(CHUNKS):
@@ -319,23 +318,26 @@ def forward(
                 new_top = tl.max(s, 1)
             if CHUNKS > 1:
                 new_top = tl.maximum(new_top, top)
-            # The rounded product is what exponents are relative to: computed again, fused into another operation, it would shrink
-            # what was added up before by a rounding error a chunk.
-            old_base = base
             # A query with nothing to attend to: every exponential below becomes 0.
-            base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0) * scale_log2
+            base = tl.where(new_top > -0.5 * LARGE, new_top, 0.0)
+            if LSE_PARTS == 1:
+                base *= scale_log2
             if FOLD:
                 p = exp2(s * scale_log2 - base[:, None, None])
                 p = tl.reshape(tl.where(mine_of_two, p[:, :, None, :], 0.0), (M, NK))
-            else:
+            elif LSE_PARTS == 1:
                 p = exp2(s * scale_log2 - base[:, None])
+            else:
+                p = exp2((s - base[:, None]) * scale_log2)
             if PAIRS:
                 # Eight times the same sum, of the numbers that meet the values.
                 sums = tl.max(dot(p.to(dtype), tl.full((NK, 8), 1.0, dtype), PRECISION), 1)
             else:
                 sums = tl.sum(p, 1)
             if CHUNKS > 1:
-                shrink = exp2(tl.where(top > -0.5 * LARGE, old_base - base, -LARGE))
+                # The difference first: a chunk that brings no larger logit must not change what was added up before. A product
+                # that is rounded in one place and fused into a subtraction in another differs from itself by a rounding error.
+                shrink = exp2(tl.where(top > -0.5 * LARGE, (top - new_top) * scale_log2, -LARGE))
                 total = total * shrink + sums
                 acc = acc * shrink[:, None]
                 acc = dot_add(p.to(dtype), v, acc, PRECISION)
@@ -346,13 +348,14 @@ def forward(
                 top = new_top
         some = total > 0
         acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
+        top = tl.where(top > -0.5 * LARGE, top, 0.0)
         pixel = pixel0 + (phase_y + y * dil_y) * W + phase_x + x * dil_x
         out_at = (pixel * heads * D)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(out_ptr + out_at, acc.to(dtype), mask=own & inside[:, None])
         stat_in = inside & (h0 + g < heads)
         stats = lse_ptr + LSE_PARTS * (pixel * heads + h0 + g)
         if LSE_PARTS == 1:
-            tl.store(stats, tl.where(some, base + log2(total), LARGE), mask=stat_in)
+            tl.store(stats, tl.where(some, top * scale_log2 + log2(total), LARGE), mask=stat_in)
         else:
-            tl.store(stats, tl.where(some, base, LARGE), mask=stat_in)
-            tl.store(stats + 1, tl.where(some, tl.log2(total), 0.0), mask=stat_in)
+            tl.store(stats, top, mask=stat_in)
+            tl.store(stats + 1, tl.where(some, tl.log2(total), LARGE), mask=stat_in)

@@ -146,7 +146,7 @@ def backward_queries(
                 at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
                 s = tl.where(attended[None, :], s, -LARGE)
-            p = _probabilities(s * scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
+            p = _probabilities(s, scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = (p * (dp - delta[:, None])).to(dtype)
@@ -325,7 +325,7 @@ def backward_keys(
             lse_rows = tl.reshape(tl.broadcast_to(lse[:, None, :], (G, MQ, NK)), (M, NK))
             rest_rows = tl.reshape(tl.broadcast_to(rest[:, None, :], (G, MQ, NK)), (M, NK))
             delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
-            p = _probabilities(s * scale_log2, lse_rows, rest_rows, LSE_PARTS)
+            p = _probabilities(s, scale_log2, lse_rows, rest_rows, LSE_PARTS)
             dv = dot_add(p.to(dtype), grad, dv, PRECISION)
             if HAS_K:
                 dp = dot(v, tl.trans(grad), PRECISION)
