@@ -19,14 +19,9 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add, exp2, log2
-from nearsight.ops.local.geometry import TALLEST_WALK
 
 __all__ = ["forward"]
 
-
-# Windows of more rows compute float32's logits exactly, forward and backward: over hundreds of keys what three TF32 products
-# leave out of them, 1e-5 of a logit of ten, is twenty times float32's own error.
-TALL = tl.constexpr(TALLEST_WALK[4])
 
 # Sizes of one image: compiling again for each would cost a second per new size.
 RUNTIME = ["H", "W", "heads", "strips", "splits", "tiles", "dil_y", "dil_x", "row_head", "col_head"]
@@ -225,7 +220,6 @@ def forward(
     PX: tl.constexpr = (KW - 1) // 2
     UP: tl.constexpr = 0 if WHOLE_Y else PY
     LEFT: tl.constexpr = 0 if WHOLE_X else PX
-    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and KH > TALL else PRECISION
     # Tiles of two rows whose halo is one chunk: row terms need no gather. Half types: the exponentials' sums are products.
     PAIRS: tl.constexpr = LSE_PARTS == 1 and TY == 2 and CHUNKS == 1 and NR >= 8
     dtype = q_ptr.dtype.element_ty
@@ -280,10 +274,10 @@ def forward(
         col_taps = tl.zeros((M, HS), tl.float32)
         row_taps = tl.zeros((M, HS), tl.float32)
         if HAS_COL:
-            col_taps = dot(q, rel_col, LOGITS)
+            col_taps = dot(q, rel_col, PRECISION)
         col = _axis_bias(col_taps, at_x, x0 - LEFT, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         if HAS_ROW and not PAIRS:
-            row_taps = dot(q, rel_row, LOGITS)
+            row_taps = dot(q, rel_row, PRECISION)
         top = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, G * DP), tl.float32)
@@ -304,7 +298,7 @@ def forward(
             if HAS_K:
                 at = (halo_y * dil_y * k_y)[:, None] + k_cols
                 k = _halo(k_ptr, at, load, image, y0 - UP + chunk * NR, x0 - LEFT, h0 * D, NK, G * DP, BOXES)
-                s = dot_add(q, tl.trans(k), s, LOGITS)
+                s = dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
                 pixels = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + pixels, mask=there, other=1) != 0

@@ -115,6 +115,16 @@ def _transposed(x):
 
 
 @gluon.jit
+def _unfolded_and_turned(x, turned0, turned1):
+    """[16 queries, 8], columns modulo 8, transposed in registers to [16 columns, 16 queries], a left operand."""
+    x = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
+    x = gl.join(only(x, turned0), only(x, turned1))
+    return gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [2, 8, 8, 2]), [3, 1, 0, 2]), [16, 16]), LEFT)
+
+
+@gluon.jit
 def _tables(
     row_ptr,
     col_ptr,
@@ -194,6 +204,8 @@ def ring_backward(
     PY: gl.constexpr = (KH - 1) // 2
     PX: gl.constexpr = (KW - 1) // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    # Whether P and dS are transposed before the next row's first products, as was faster, or after them.
+    EARLY: gl.constexpr = D == 16
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
     program = gl.program_id(0)
     group, x0, image, per_split, first, last = strip_of(program, groups, splits, strips, tiles)
@@ -239,6 +251,9 @@ def ring_backward(
     bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE)
     keep0 = gl.where(mine0, -1, 0).to(gl.int16)
     keep1 = gl.where(mine1, -1, 0).to(gl.int16)
+    behind = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None] % 8 - gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :]
+    turned0 = gl.where((behind >= 0) & (behind < KW), -1, 0).to(gl.int16)
+    turned1 = gl.where(behind + 8 < KW, -1, 0).to(gl.int16)
 
     sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
     st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
@@ -326,43 +341,57 @@ def ring_backward(
             dq = empty
             dcol = nothing
             drow = nothing
-            for r in gl.static_range(2 * HALO):
-                dk_row = empty
-                dv_row = empty
-                if r < KEPT:
-                    dk_row = dk[h * KEPT + r]
-                    dv_row = dv[h * KEPT + r]
+            p = nothing
+            ds = nothing
+            p_turned = nothing
+            ds_turned = nothing
+            for r in gl.static_range(2 * HALO + 1):
                 # The last row of an even window's halo is no query's.
-                if r <= KH:
+                if r < 2 * HALO and r <= KH:
                     k_row = row_of(keys, slot, r, CHUNKS)
                     v_row = row_of(values, slot, r, CHUNKS)
                     s0, s1 = halves(mma_v2(q, k_row.permute([1, 0]).load(RIGHT), col))
                     d0, d1 = halves(mma_v2(grad, v_row.permute([1, 0]).load(RIGHT), minus))
+                # While these are on their way: what is left of the row before.
+                if r > 0:
+                    dk_row = empty
+                    dv_row = empty
+                    if r - 1 < KEPT:
+                        dk_row = dk[h * KEPT + r - 1]
+                        dv_row = dv[h * KEPT + r - 1]
+                    if r - 1 <= KH:
+                        whole = beside(only(ds, keep0), only(ds, keep1), LEFT)
+                        dq = mma_v2(whole, channels(row_of(keys, slot, r - 1, CHUNKS), h, D).load(RIGHT), dq)
+                        drow = mma_v2(whole, gl.where(code == r - 1, 1.0, 0.0).to(dtype), drow)
+                        if not EARLY:
+                            p_turned = _unfolded_and_turned(p, turned0, turned1)
+                        dv_row = mma_v2(p_turned, grad_right, dv_row)
+                        if not EARLY:
+                            ds_turned = _unfolded_and_turned(ds, turned0, turned1)
+                        dk_row = mma_v2(ds_turned, q_right, dk_row)
+                    if r - 1 >= 2:
+                        dk_next = dk_next + (dk_row,)
+                        dv_next = dv_next + (dv_row,)
+                    else:
+                        # The walk leaves these rows behind.
+                        channels(stages[2 * r - 2], h, D).store((dk_row * scale).to(dtype))
+                        channels(stages[2 * r - 1], h, D).store(dv_row.to(dtype))
+                    if r == 2 and h == G - 1:
+                        for j in gl.static_range(2):
+                            there = share_in & within(2 * tile - PY + j, H)
+                            down = (2 * (tile - first) + j) * 256
+                            gl.store(dk_at + down, stages[2 * j].load(COPY), mask=there)
+                            gl.store(dv_at + down, stages[2 * j + 1].load(COPY), mask=there)
+                if r < 2 * HALO and r <= KH:
                     row = terms[r].to(gl.float32, bitcast=True)
                     p = exp2(gl.maximum(s0, s1) * scale_log2 - twice(stats[h] - row * scale_log2))
                     ds = p * gl.where(mine0, d0, d1)
                     dcol += ds
                     p = p.to(dtype)
                     ds = ds.to(dtype)
-                    p = beside(only(p, keep0), only(p, keep1), LEFT)
-                    ds = beside(only(ds, keep0), only(ds, keep1), LEFT)
-                    dq = mma_v2(ds, channels(k_row, h, D).load(RIGHT), dq)
-                    drow = mma_v2(ds, gl.where(code == r, 1.0, 0.0).to(dtype), drow)
-                    dv_row = mma_v2(_transposed(p), grad_right, dv_row)
-                    dk_row = mma_v2(_transposed(ds), q_right, dk_row)
-                if r >= 2:
-                    dk_next = dk_next + (dk_row,)
-                    dv_next = dv_next + (dv_row,)
-                else:
-                    # The walk leaves these rows behind.
-                    channels(stages[2 * r], h, D).store((dk_row * scale).to(dtype))
-                    channels(stages[2 * r + 1], h, D).store(dv_row.to(dtype))
-                if r == 1 and h == G - 1:
-                    for j in gl.static_range(2):
-                        there = share_in & within(2 * tile - PY + j, H)
-                        down = (2 * (tile - first) + j) * 256
-                        gl.store(dk_at + down, stages[2 * j].load(COPY), mask=there)
-                        gl.store(dv_at + down, stages[2 * j + 1].load(COPY), mask=there)
+                    if EARLY:
+                        p_turned = _unfolded_and_turned(p, turned0, turned1)
+                        ds_turned = _unfolded_and_turned(ds, turned0, turned1)
             dtaps = beside(turned(dcol, 1, dtype).to(dtype), _rows_to_taps(drow).to(dtype), LEFT)
             dq = mma_v2(dtaps, back[h], dq)
             dtables_next = dtables_next + (mma_v2(_transposed(dtaps), q_right, dtables[h]),)

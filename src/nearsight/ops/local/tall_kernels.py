@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add
 from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative
-from nearsight.ops.local.kernels import RUNTIME, TALL, _axis_bias, _strip, _within
+from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _strip, _within
 
 __all__ = ["backward_keys", "backward_queries"]
 
@@ -82,7 +82,6 @@ def backward_queries(
     PY: tl.constexpr = (KH - 1) // 2
     PX: tl.constexpr = (KW - 1) // 2
     HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
-    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and KH > TALL else PRECISION
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -128,7 +127,7 @@ def backward_queries(
         lse, rest = _load_lse(lse_ptr, stat_at, stat_in, LARGE, LSE_PARTS)
         taps = tl.zeros((M, 2 * HS), tl.float32)
         if HAS_REL:
-            taps = dot(q, rel, LOGITS)
+            taps = dot(q, rel, PRECISION)
         col = _axis_bias(taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         dq = tl.zeros((M, G * DP), tl.float32)
         dtaps = tl.zeros((M, 2 * HS), tl.float32)
@@ -141,7 +140,7 @@ def backward_queries(
             s = tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
-                s = dot_add(q, tl.trans(k), s, LOGITS)
+                s = dot_add(q, tl.trans(k), s, PRECISION)
             if HAS_MASK:
                 at = pixel0 + (phase_y + halo_y * dil_y) * W + phase_x + halo_x * dil_x
                 attended = tl.load(mask_ptr + at, mask=there, other=1) != 0
@@ -246,7 +245,6 @@ def backward_keys(
     # The last tap looks back furthest.
     BY: tl.constexpr = KH - 1 - (KH - 1) // 2
     BX: tl.constexpr = KW - 1 - (KW - 1) // 2
-    LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and KH > TALL else PRECISION
     dtype = k_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -314,14 +312,14 @@ def backward_keys(
             tap = tl.where(slot_r < TX, slot_r - (n % NC)[None, :] + KW - 1, slot_r - TX - halo_row[None, :] + KH - 1)
             fits = (tap >= 0) & (tap < tl.where(slot_r < TX, KW, KH))
             if HAS_REL:
-                taps = dot(spread, tl.trans(q), LOGITS)
+                taps = dot(spread, tl.trans(q), PRECISION)
                 place = (er // SL) * (2 * HT) + tl.where(slot_r < TX, 0, HT) + (tap & (HT - 1))
                 table = tl.where(fits, tl.gather(taps, place, 0), -LARGE).to(dtype)
             else:
                 table = tl.where(fits, 0.0, -LARGE).to(dtype)
             s = dot(codes, table, TERMS)
             if HAS_K:
-                s = dot_add(k, tl.trans(q), s, LOGITS)
+                s = dot_add(k, tl.trans(q), s, PRECISION)
             lse_rows = tl.reshape(tl.broadcast_to(lse[:, None, :], (G, MQ, NK)), (M, NK))
             rest_rows = tl.reshape(tl.broadcast_to(rest[:, None, :], (G, MQ, NK)), (M, NK))
             delta_rows = tl.reshape(tl.broadcast_to(delta[:, None, :], (G, MQ, NK)), (M, NK))
