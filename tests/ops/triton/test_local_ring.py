@@ -160,6 +160,27 @@ def test_output_and_gradients(launched, dtype, dim, shape):
     assert launched == [*RING, *SUMS]
 
 
+# Half a strip or less is left of each image.
+PAIRS = [
+    ((5, 20), (7, 7), 8),
+    ((4, 28), (7, 7), 16),
+    ((3, 18), (3, 7), 16),
+    ((7, 17), (6, 4), 8),
+    ((5, 19), (7, 1), 16),
+]
+
+
+@pytest.mark.parametrize(("size", "window", "dim"), PAIRS, ids=str)
+@pytest.mark.parametrize("images", [2, 3])
+def test_pairs_of_images(emulator, images, size, window, dim):
+    """In the forward their last columns are one strip; of an odd number the last one has it to itself."""
+    dtype = HALF_TYPES[images % 2]
+    compare(draw(dtype, size=size, batch=images, dim=dim, window=window, tables="heads"), window)
+    whole, groups = images * (size[1] // 8), 2 * dim // 16
+    expected = [(whole + -(-images // 2)) * groups, (whole + images) * groups]
+    assert [programs for name, programs in emulator.programs if name in RING] == expected
+
+
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 16), (torch.float16, 8)], ids=str)
 def test_a_strip_in_several_splits(emulator, dtype, dim):
     """The last one shorter: 9 tiles in 5 and 4."""

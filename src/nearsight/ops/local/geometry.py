@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from nearsight.ops.local.call import LocalCall
-from nearsight.ops.triton_support import multiprocessors, next_power_of_two
+from nearsight.ops.triton_support import INT32_LIMIT, multiprocessors, next_power_of_two
 
 __all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "plan"]
 
@@ -16,13 +16,18 @@ TALLEST_WALK = {2: 11, 4: 7}
 
 
 class Plan(NamedTuple):
-    """Tiles, into how many strips a map is cut, a strip into tiles, the heads into groups, how many programs walk one strip."""
+    """Tiles, into how many strips a map is cut, a strip into tiles, the heads into groups, how many programs walk one strip.
+
+    `paired`: beside these strips the last columns of two images at a time are one. `walks`: strips of all images.
+    """
 
     shape: Geometry
     strips: int
     tiles: int
     groups: int
     splits: int
+    walks: int
+    paired: bool = False
 
 
 def plan(call: LocalCall, kernel: str, lean: int = 0, ring: bool = False) -> Plan:
@@ -41,7 +46,8 @@ def plan(call: LocalCall, kernel: str, lean: int = 0, ring: bool = False) -> Pla
 
     def cut(fit: str) -> Plan:
         shape = geometry(dim, heads, kh, kw, size, kernel, fit, lean, ring)
-        return _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted)
+        may_pair = kernel == "forward" and shape.ahead > 0 and _may_pair(call)
+        return _cut(shape, batch * dil_y * dil_x, heads, *lattice, wanted, may_pair)
 
     fit = _fit(dim, size, kernel, *lattice, call.border == "zeros")
     found = cut(fit)
@@ -186,10 +192,20 @@ def geometry(
     return Geometry(ty, tx, g, nr, nc, ceil_div(rows, nr), *launch, whole_y, whole_x, by_row)
 
 
-def _cut(shape: Geometry, maps: int, heads: int, height: int, width: int, wanted: int) -> Plan:
+def _cut(shape: Geometry, maps: int, heads: int, height: int, width: int, wanted: int, may_pair: bool) -> Plan:
     strips, tiles, groups = ceil_div(width, shape.tx), ceil_div(height, shape.ty), ceil_div(heads, shape.g)
-    splits = max(1, min(tiles // shape.chunks, ceil_div(wanted, max(maps * strips * groups, 1))))
-    return Plan(shape, strips, tiles, groups, ceil_div(tiles, ceil_div(tiles, splits)))  # no splits without tiles
+    # Half a strip at most is left, and nothing to its right: two images' are one.
+    paired = may_pair and strips > 1 and 0 < 2 * (width % shape.tx) <= shape.tx
+    walks = maps * (strips - 1) + ceil_div(maps, 2) if paired else maps * strips
+    splits = max(1, min(tiles // shape.chunks, ceil_div(wanted, max(walks * groups, 1))))
+    splits = ceil_div(tiles, ceil_div(tiles, splits))  # no splits without tiles
+    return Plan(shape, strips - paired, tiles, groups, splits, walks, paired)
+
+
+def _may_pair(call: LocalCall) -> bool:
+    """Whether there are two images that 32-bit offsets reach."""
+    steps = [t.stride(0) for t in (call.q, call.k, call.v) if t is not None]
+    return len(call.q) > 1 and 2 * max(*steps, call.q[0].numel()) < INT32_LIMIT
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -53,8 +53,8 @@ class Launch(NamedTuple):
 def prepare_launch(call: LocalCall, kernel: str, lean: int = 0, ring: bool = False) -> Launch:
     """Of "forward", "walk", "queries" or "keys"; `lean` and `ring` as in `geometry.plan`."""
     q, k, v, rel_row, rel_col, key_mask, (kh, kw), (dil_y, dil_x), border, scale = call
-    batch, height, width, heads, dim = q.shape
-    shape, strips, tiles, groups, splits = plan(call, kernel, lean, ring)
+    _, height, width, heads, dim = q.shape
+    shape, strips, tiles, groups, splits, walks, paired = plan(call, kernel, lean, ring)
     key = q if k is None else k
     runtime = {
         "H": height,
@@ -117,12 +117,12 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0, ring: bool = Fal
         constants["FOLD"] = shape.whole_x and max(16, 2 * kw) <= shape.nc
         constants["BOXES"] = shape.boxes and dil_y == dil_x == 1 and _boxable(key) and _boxable(v)
     constants.update(register_cap(shape.registers))
-    grid = (batch * dil_y * dil_x * strips * splits, groups)
+    grid = (walks * splits, groups)
     if kernel in ("walk", "queries"):
         # Shares of the relative tables' gradients that no 32-bit offset reaches.
         constants["FAR"] = grid[0] * groups * 2 * constants["HS"] * shape.g * constants["DP"] >= INT32_LIMIT
     if shape.ahead:
-        constants["AHEAD"] = shape.ahead
+        constants |= {"AHEAD": shape.ahead, "PAIRED": paired}
     return Launch(grid, runtime, constants, shape)
 
 
@@ -283,7 +283,7 @@ def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor, lean: int = 0) ->
     with torch.cuda.device_of(q):
         if rings is not None:
             row, col, _ = _positions_and_mask(call)
-            _launch_ring(rings[0], launch, (q, k, v, out, lse, row, col))
+            _launch_ring(rings[0], launch, (q, k, v, out, lse, row, col), images=len(q))
             return
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         launch_kernel(

@@ -221,7 +221,7 @@ def ring_backward(
     for _ in gl.static_range(4):
         stages = stages + (gl.allocate_shared_memory(dtype, [16, 16], SHARED),)
 
-    halo_x, halo_y, halo_in, qx, qy, query_in, channel = copied_by_lane(x0, W, KW)
+    halo_x, halo_y, halo_in, qx, qy, query_in, channel, _halo_side, _side = copied_by_lane(x0, W, KW)
     k_at = pixels_of(k_ptr, image, k_b, group * (G * k_h), halo_y, halo_x, k_y, k_x, channel)
     v_at = pixels_of(v_ptr, image, v_b, group * (G * v_h), halo_y, halo_x, v_y, v_x, channel)
     q_at = pixels_of(q_ptr, image, q_b, group * (G * q_h), qy, qx, q_y, q_x, channel)

@@ -32,10 +32,12 @@ from nearsight.ops.local.ring_parts import (
     mma_v2,
     only,
     own_channels,
+    pair_of,
     parities,
     pixels_of,
     row_of,
     row_terms,
+    second,
     strip_of,
     turned,
     twice,
@@ -77,6 +79,7 @@ def ring_forward(
     col_ptr,
     H,
     W,
+    images,
     heads,
     groups,
     strips,
@@ -102,8 +105,12 @@ def ring_forward(
     v_h: gl.constexpr,
     LARGE: gl.constexpr,
     AHEAD: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
-    """out and the log-sum-exp of every query in a strip, as `kernels.forward` gives them."""
+    """out and the log-sum-exp of every query in a strip, as `kernels.forward` gives them.
+
+    PAIRED: half a strip or less is left of each image, and two images' are one (`pair_of`).
+    """
     G: gl.constexpr = 16 // D
     HALO: gl.constexpr = (KH + 2) // 2
     CHUNKS: gl.constexpr = HALO + AHEAD
@@ -111,24 +118,28 @@ def ring_forward(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
     group, x0, image, _per_split, first, last = strip_of(gl.program_id(0), groups, splits, strips, tiles)
+    near = 7
+    left = 2
+    if PAIRED:
+        x0, image, near, left = pair_of(gl.program_id(0), groups, splits, strips, images, x0, image)
     h0 = group * G
 
     keys = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
     values = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
     queries = gl.allocate_shared_memory(dtype, [AHEAD + 1, 16, 16], SHARED)
 
-    halo_x, halo_y, halo_in, qx, qy, query_in, channel = copied_by_lane(x0, W, KW)
-    k_at = pixels_of(k_ptr, image, k_b, group * (G * k_h), halo_y, halo_x, k_y, k_x, channel)
-    v_at = pixels_of(v_ptr, image, v_b, group * (G * v_h), halo_y, halo_x, v_y, v_x, channel)
-    q_at = pixels_of(q_ptr, image, q_b, group * (G * q_h), qy, qx, q_y, q_x, channel)
+    halo_x, halo_y, halo_in, qx, qy, query_in, channel, halo_side, side = copied_by_lane(x0, W, KW, near, left)
+    k_at = pixels_of(k_ptr, image, k_b, group * (G * k_h), halo_y, halo_x, k_y, k_x, channel, halo_side)
+    v_at = pixels_of(v_ptr, image, v_b, group * (G * v_h), halo_y, halo_x, v_y, v_x, channel, halo_side)
+    q_at = pixels_of(q_ptr, image, q_b, group * (G * q_h), qy, qx, q_y, q_x, channel, side)
     o_x = heads * D
-    o_at = out_ptr + image * H * W * o_x + group * 16 + (((qy * W + qx) * o_x)[:, None] + channel)
+    o_at = out_ptr + image * H * W * o_x + group * 16 + ((((side * H + qy) * W + qx) * o_x)[:, None] + channel)
 
     col_table = _half_table(col_ptr, col_head, h0, KW, D // 2, D, dtype)
     row_table = _half_table(row_ptr, row_head, h0, KH, 0, D, dtype)
     ones = gl.full([16, 8], 1.0, dtype, RIGHT)
     nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
-    bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE)
+    bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE, near)
     keep0 = gl.where(mine0, -1, 0).to(gl.int16)
     keep1 = gl.where(mine1, -1, 0).to(gl.int16)
     owns = ()
@@ -137,9 +148,10 @@ def ring_forward(
 
     sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
     st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
-    stat_x = x0 + sm % 8
-    stat_in = (stat_x < W) & (st == 0)
-    stat_at = lse_ptr + image * H * W * heads + h0 + ((sm // 8) * W + stat_x) * heads + st * 0
+    stat_side = second(sm, near)
+    stat_x = x0 + (sm & near)
+    stat_in = (stat_x < W) & (stat_side < left) & (st == 0)
+    stat_at = lse_ptr + image * H * W * heads + h0 + ((stat_side * H + sm // 8) * W + stat_x) * heads + st * 0
 
     # The first tile's rows but for its last chunk, which comes with its queries, as every later one.
     for j in gl.static_range(HALO - 1):
@@ -179,7 +191,7 @@ def ring_forward(
             q = q_both
             if G > 1:
                 q = only(q_both, owns[h])
-            col = turned(mma_v2(q, col_table, nothing), -1, dtype)
+            col = turned(mma_v2(q, col_table, nothing), -1, dtype, near)
             col = beside(gl.minimum(col, bound0), gl.minimum(col, bound1), MMA)
             terms = row_terms(mma_v2(q, row_table, nothing), 2 * tile, H, KH, LARGE, dtype)
             top = gl.full([16, 4], -LARGE, gl.float32, LANES)

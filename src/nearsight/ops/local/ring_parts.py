@@ -32,10 +32,12 @@ __all__ = [
     "mma_v2",
     "only",
     "own_channels",
+    "pair_of",
     "parities",
     "pixels_of",
     "row_of",
     "row_terms",
+    "second",
     "strip_of",
     "turned",
     "twice",
@@ -49,7 +51,7 @@ commit = async_copy.commit_group
 wait = async_copy.wait_group
 
 # Sizes of one image: compiling again for each would cost a second per new size.
-RUNTIME = ["H", "W", "heads", "groups", "strips", "splits", "tiles", "row_head", "col_head"]
+RUNTIME = ["H", "W", "images", "heads", "groups", "strips", "splits", "tiles", "row_head", "col_head"]
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
@@ -91,28 +93,57 @@ def strip_of(pid, groups, splits, strips, tiles):
 
 
 @gluon.jit
+def pair_of(pid, groups, splits, strips, images, x0, image):
+    """After all strips come those of two images' last columns: first column and image of either kind, the bits `near` of a
+    query's place in a row of the tile that are its column (7, of a pair 3), and how many images there are from this one on."""
+    pair = pid // groups // splits - images * strips
+    image = gl.where(pair < 0, image, 2 * pair)
+    return gl.where(pair < 0, x0, strips * 8), image, gl.where(pair < 0, 7, 3), images - image
+
+
+@gluon.jit
+def second(place, near):
+    """Whether (1 or 0) one of the eight places in a row of the tile is of the second image of a pair."""
+    return (place & 7 & ~near) >> 2
+
+
+@gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def copied_by_lane(x0, W, KW: gl.constexpr):
+def copied_by_lane(x0, W, KW: gl.constexpr, near=7, left=2):
     """What a lane copies, 16 bytes each: of a chunk of the halo its column, row and whether it is there; of a tile's queries the
-    same; and the channels."""
+    same; the channels; of both, whether it is of the second image of a pair (`near` and `left` as in `pair_of`)."""
     place = gl.arange(0, 32, gl.SliceLayout(1, COPY))
     pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
     channel = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
-    halo_x = x0 - (KW - 1) // 2 + place % 16
-    halo_in = (within(halo_x, W) & (place % 16 < 7 + KW))[:, None] & (channel >= 0)
-    qx = x0 + pixel % 8
-    query_in = (qx < W)[:, None] & (channel >= 0)
-    return halo_x, place // 16, halo_in, qx, pixel // 8, query_in, channel
+    # To the right of a pair's columns there is nothing: the halo of each image has eight.
+    halo_side = (place & 8 & ~(2 * near)) >> 3
+    halo_x = x0 - (KW - 1) // 2 + (place & (2 * near + 1))
+    halo_in = within(halo_x, W) & (place % 16 < 7 + KW + 2 * (7 - near)) & (halo_side < left)
+    side = second(pixel, near)
+    qx = x0 + (pixel & near)
+    query_in = (qx < W) & (side < left)
+    every = channel >= 0
+    return (
+        halo_x,
+        place // 16,
+        halo_in[:, None] & every,
+        qx,
+        pixel // 8,
+        query_in[:, None] & every,
+        channel,
+        halo_side,
+        side,
+    )
 
 
 @gluon.jit
-def pixels_of(ptr, image, step, first, y, x, step_y, step_x, channel):
-    """Where channels from `first` on of pixels (y, x) of an image lie."""
-    return ptr + image * step + first + ((y * step_y + x * step_x)[:, None] + channel)
+def pixels_of(ptr, image, step, first, y, x, step_y, step_x, channel, side=0):
+    """Where channels from `first` on of pixels (y, x) of an image, or of the `side` next one, lie."""
+    return ptr + image * step + first + ((side * step + y * step_y + x * step_x)[:, None] + channel)
 
 
 @gluon.jit
@@ -181,16 +212,19 @@ def own_channels(h, W, D: gl.constexpr):
 
 
 @gluon.jit
-def bound_columns(x0, W, KW: gl.constexpr, LARGE: gl.constexpr):
+def bound_columns(x0, W, KW: gl.constexpr, LARGE: gl.constexpr, near=7):
     """Of the halo's columns 0–7 and 8–15: what a query's terms may be at most (−LARGE where window or image ends), and whether
-    it attends to them. Of two columns eight apart it attends to one at most."""
-    PX: gl.constexpr = (KW - 1) // 2
+    it attends to them. Of two columns eight apart it attends to one at most; of a pair's images each has eight."""
     column = gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :]
-    tap = column - gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None] % 8
-    mine0 = (tap >= 0) & (tap < KW)
-    mine1 = tap + 8 < KW
-    bound0 = gl.where(mine0 & within(x0 - PX + column, W), float("inf"), -LARGE)
-    bound1 = gl.where(mine1 & within(x0 - PX + 8 + column, W), float("inf"), -LARGE)
+    place = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+    tap = column - (place & near)
+    side = second(place, near)
+    inside = (tap >= 0) & (tap < KW)
+    mine0 = inside & (side == 0)
+    mine1 = gl.where(near == 7, tap + 8 < KW, inside & (side == 1))
+    x = x0 - (KW - 1) // 2 + column
+    bound0 = gl.where(mine0 & within(x, W), float("inf"), -LARGE)
+    bound1 = gl.where(mine1 & within(x + 2 * (near - 3), W), float("inf"), -LARGE)
     return bound0, bound1, mine0, mine1
 
 
@@ -247,13 +281,14 @@ ROWS_BFLOAT16, ROWS_FLOAT16 = _fetch_rows(BFLOAT16), _fetch_rows(FLOAT16)
 
 
 @gluon.jit
-def turned(x, SIGN: gl.constexpr, DTYPE: gl.constexpr):
-    """x [16, 8], rounded to DTYPE, with the columns of query m moved round by m: column c comes from (c + SIGN·m) mod 8.
+def turned(x, SIGN: gl.constexpr, DTYPE: gl.constexpr, near=7):
+    """x [16, 8], rounded to DTYPE, with the columns of query m moved round by its own: column c comes from
+    (c + SIGN·(m & near)) mod 8.
 
     Terms go so (SIGN −1) from taps to columns of the halo modulo 8, their gradients (SIGN 1) back.
     """
     even, odd = parities(x)
-    m = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
+    m = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None] & near
     t = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
     first = ((2 * t + SIGN * m) & 7) >> 1
     second = ((2 * t + 1 + SIGN * m) & 7) >> 1
