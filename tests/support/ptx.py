@@ -49,10 +49,11 @@ class FaultError(AssertionError):
 
 
 class Report(NamedTuple):
-    """The instructions that missed a barrier, and those whose threads met in a bank."""
+    """The instructions that missed a barrier, those whose threads met in a bank, and how many all programs together took."""
 
     missing_barriers: list[str]
     bank_conflicts: list[str]
+    steps: int
 
 
 class Parameter(NamedTuple):
@@ -104,7 +105,7 @@ def run(
         while waiting:
             waiting.extend(_until_parted(program, *waiting.pop()))
     heap.give_back()
-    return Report(sorted(block.late), sorted(block.conflicts))
+    return Report(sorted(block.late), sorted(block.conflicts), sum(block.steps))
 
 
 def _until_parted(program: Program, block: _Block, at: int) -> list[tuple[_Block, int]]:
@@ -112,6 +113,7 @@ def _until_parted(program: Program, block: _Block, at: int) -> list[tuple[_Block
     while at < len(program.instructions):
         text, step, guard, jump = program.instructions[at]
         at += 1
+        block.steps.append(block.programs)
         on = None
         if guard is not None:
             on = block.registers[guard[0]]
@@ -217,6 +219,7 @@ class _Block:
         self.groups: list[list[tuple[Any, Any]]] = []
         self.late: set[str] = set()
         self.conflicts: set[str] = set()
+        self.steps: list[int] = []
 
     def part(self, chosen: np.ndarray) -> _Block:
         """Some of the programs, on their own."""
@@ -799,6 +802,17 @@ def _make_shuffle(match: re.Match[str], operands: list[str], text: str) -> Step:
     return shuffle
 
 
+def _make_largest(match: re.Match[str], operands: list[str], text: str) -> Step:
+    target, source, _ = operands
+
+    def largest(block: _Block, on: Any) -> None:
+        value = block.warps(block.registers[source])
+        found = np.broadcast_to(value.max(-1, keepdims=True), value.shape)
+        block.put(target, found.reshape(block.programs, -1), on)
+
+    return largest
+
+
 MADE: list[tuple[str, Callable[[re.Match[str], list[str], str], Step]]] = [
     (r"ld\.param\.([bus])(32|64)", _make_parameter),
     (r"mov\.[bufs](16|32|64)", _make_move),
@@ -813,4 +827,5 @@ MADE: list[tuple[str, Callable[[re.Match[str], list[str], str], Step]]] = [
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", _make_turn),
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.(?:bf16|f16)\.f32", _make_product),
     (r"shfl\.sync\.(idx|bfly)\.b32", _make_shuffle),
+    (r"redux\.sync\.max\.u32", _make_largest),
 ]

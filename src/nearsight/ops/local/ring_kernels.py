@@ -7,8 +7,14 @@ border "mask", both relative tables. Letters are those of `kernels.py`, lanes th
 
 A row of the halo is a product of its own, which starts from the column terms; the row term enters with the exponential. Of two
 columns eight apart a query attends to one at most, and both lie in one lane: one exponential serves both.
+
+Relative to a query's largest logit, exponentials must wait for all of its logits. In bfloat16, which reaches as far as float32,
+they are taken of the logits as they are, and each row passes once; a tile with a query whose sum leaves the range where that is
+safe is done again, relative to the largest, after the walk.
 """
 # mypy: ignore-errors
+
+import struct
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -68,6 +74,188 @@ def _half_table(ptr, head_stride, h0, TAPS: gl.constexpr, FIRST: gl.constexpr, D
     return gl.load(ptr + (h0 + c // D) * head_stride + s * (D // 2) + d, mask=use, other=0.0).to(DTYPE)
 
 
+# How far from 1 a sum of exponentials may be: its products with values of 1e-20 to 2.9e20 stay in float32. As bits.
+LEAST, MOST = (gl.constexpr(int.from_bytes(struct.pack(">f", x), "big")) for x in (2.0**-60, 2.0**60))
+
+
+@gluon.jit
+def _terms(q, col_table, row_table, bounds, near, y0, H, KH: gl.constexpr, LARGE: gl.constexpr):
+    """Of a head's queries: the column terms, from which products with keys start, and the row terms."""
+    nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
+    col = turned(mma_v2(q, col_table, nothing), -1, q.dtype, near)
+    col = beside(gl.minimum(col, bounds[0]), gl.minimum(col, bounds[1]), MMA)
+    bits = row_terms(mma_v2(q, row_table, nothing), y0, H, KH, LARGE, q.dtype)
+    rows = ()
+    for r in gl.static_range(8):
+        rows = rows + (bits[r].to(gl.float32, bitcast=True),)
+    return col, rows
+
+
+@gluon.jit
+def _keys(keys, slot, r, CHUNKS: gl.constexpr):
+    return row_of(keys, slot, r, CHUNKS).permute([1, 0]).load(RIGHT)
+
+
+@gluon.jit
+def _values(values, slot, r, h, D: gl.constexpr, CHUNKS: gl.constexpr):
+    return channels(row_of(values, slot, r, CHUNKS), h, D).load(RIGHT)
+
+
+@gluon.jit
+def _logits(q, k, col):
+    """[16, 8], without row terms: of two columns eight apart the one that a query attends to."""
+    s0, s1 = halves(mma_v2(q, k, col))
+    return gl.maximum(s0, s1)
+
+
+@gluon.jit
+def _largest(s, row):
+    """Of a lane's logits."""
+    even, odd = parities(s)
+    return row + gl.maximum(even, odd)
+
+
+@gluon.jit
+def _add_row(s, less, v, keeps, scale_log2, acc, sums):
+    """Exponentials of a row's logits, less a number for each query, added up and times the values."""
+    p = exp2(s * scale_log2 - twice(less)).to(v.dtype)
+    p = beside(only(p, keeps[0]), only(p, keeps[1]), LEFT)
+    # Eight times the same sum, of the numbers that meet the values.
+    sums = mma_v2(p, gl.full([16, 8], 1.0, v.dtype, RIGHT), sums)
+    return mma_v2(p, v, acc), sums
+
+
+@gluon.jit
+def _divided(acc, total, D: gl.constexpr):
+    inverse = twice(_reciprocal(total))
+    if D == 16:
+        inverse = beside(inverse, inverse, MMA)
+    return acc * inverse
+
+
+@gluon.jit
+def _attend(
+    q,
+    col,
+    rows,
+    keys,
+    values,
+    slot,
+    h,
+    keeps,
+    scale_log2,
+    KH: gl.constexpr,
+    D: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    LARGE: gl.constexpr,
+):
+    """Output and log-sum-exp of a head's queries. All logits first, then the exponentials relative to the largest."""
+    top = gl.full([16, 4], -LARGE, gl.float32, LANES)
+    logits = ()
+    for r in gl.static_range(KH + 1):
+        s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
+        top = gl.maximum(top, _largest(s, rows[r]))
+        logits = logits + (s,)
+    base = gl.max(top, 1)[:, None] * scale_log2
+    acc = gl.full([16, D], 0.0, gl.float32, MMA)
+    sums = gl.full([16, 8], 0.0, gl.float32, MMA)
+    for r in gl.static_range(KH + 1):
+        v = _values(values, slot, r, h, D, CHUNKS)
+        acc, sums = _add_row(logits[r], base - rows[r] * scale_log2, v, keeps, scale_log2, acc, sums)
+    total, _same = parities(sums)
+    return _divided(acc, total, D), base + _log2(total)
+
+
+@gluon.jit
+def _attend_quickly(
+    q,
+    col,
+    rows,
+    keys,
+    values,
+    slot,
+    h,
+    keeps,
+    scale_log2,
+    KH: gl.constexpr,
+    D: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):
+    """Output of a head's queries, and the sums of their exponentials, relative to nothing."""
+    acc = gl.full([16, D], 0.0, gl.float32, MMA)
+    sums = gl.full([16, 8], 0.0, gl.float32, MMA)
+    for r in gl.static_range(KH + 1):
+        s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
+        v = _values(values, slot, r, h, D, CHUNKS)
+        acc, sums = _add_row(s, rows[r] * -scale_log2, v, keeps, scale_log2, acc, sums)
+    total, _same = parities(sums)
+    return _divided(acc, total, D), total
+
+
+@gluon.jit
+def _row_term(rows, j, i, HALO: gl.constexpr):
+    """The term of row i of chunk j, which the compiler does not know."""
+    row = rows[i]
+    for known in gl.static_range(1, HALO):
+        row = gl.where(j == known, rows[2 * known + i], row)
+    return row
+
+
+@gluon.jit
+def _attend_again(
+    queries,
+    keys,
+    values,
+    stat_at,
+    stat_there,
+    col_table,
+    row_table,
+    bounds,
+    keeps,
+    near,
+    y0,
+    H,
+    W,
+    scale_log2,
+    KH: gl.constexpr,
+    D: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    LARGE: gl.constexpr,
+):
+    """`_attend` for all heads of a tile whose halo begins with the first chunk: output, and log-sum-exp to `stat_at`.
+
+    Rare, so it is little code and takes no more registers than the walk: loops over heads and chunks, logits computed twice, and
+    every head has the values of all, of which it keeps its own.
+    """
+    HALO: gl.constexpr = (KH + 2) // 2
+    chunks = HALO + (W >> 31)  # HALO, but a compiler that knew would write out the loops and keep all logits
+    q_both = queries.load(LEFT)
+    head = gl.arange(0, 16, gl.SliceLayout(0, MMA))[None, :] // D
+    out = gl.full([16, 16], 0.0, gl.float32, MMA)
+    for h in range(16 // D):
+        q = only(q_both, own_channels(h, W, D))
+        col, rows = _terms(q, col_table, row_table, bounds, near, y0, H, KH, LARGE)
+        top = gl.full([16, 4], -LARGE, gl.float32, LANES)
+        for j in range(chunks):
+            for i in gl.static_range(2):
+                s = _logits(q, _keys(keys, j, i, CHUNKS), col)
+                top = gl.maximum(top, _largest(s, _row_term(rows, j, i, HALO)))
+        base = gl.max(top, 1)[:, None] * scale_log2
+        acc = gl.full([16, 16], 0.0, gl.float32, MMA)
+        sums = gl.full([16, 8], 0.0, gl.float32, MMA)
+        for j in range(chunks):
+            for i in gl.static_range(2):
+                s = _logits(q, _keys(keys, j, i, CHUNKS), col)
+                v = _values(values, j, i, 0, 16, CHUNKS)
+                less = base - _row_term(rows, j, i, HALO) * scale_log2
+                acc, sums = _add_row(s, less, v, keeps, scale_log2, acc, sums)
+        total, _same = parities(sums)
+        one = _divided(acc, total, 16)
+        out = gl.where(head == h, one, out)
+        gl.store(stat_at + h, base + _log2(total), mask=stat_there)
+    return out.to(q_both.dtype)
+
+
 @gluon.jit(do_not_specialize=RUNTIME)
 def ring_forward(
     q_ptr,
@@ -116,6 +304,7 @@ def ring_forward(
     CHUNKS: gl.constexpr = HALO + AHEAD
     PY: gl.constexpr = (KH - 1) // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    QUICK: gl.constexpr = dtype == gl.bfloat16
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
     group, x0, image, _per_split, first, last = strip_of(gl.program_id(0), groups, splits, strips, tiles)
     near = 7
@@ -137,11 +326,9 @@ def ring_forward(
 
     col_table = _half_table(col_ptr, col_head, h0, KW, D // 2, D, dtype)
     row_table = _half_table(row_ptr, row_head, h0, KH, 0, D, dtype)
-    ones = gl.full([16, 8], 1.0, dtype, RIGHT)
-    nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
     bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE, near)
-    keep0 = gl.where(mine0, -1, 0).to(gl.int16)
-    keep1 = gl.where(mine1, -1, 0).to(gl.int16)
+    bounds = (bound0, bound1)
+    keeps = (gl.where(mine0, -1, 0).to(gl.int16), gl.where(mine1, -1, 0).to(gl.int16))
     owns = ()
     for h in gl.static_range(G):
         owns = owns + (own_channels(h, W, D),)
@@ -168,6 +355,7 @@ def ring_forward(
         copy(queries.index(a), q_at + y * q_y, mask=query_in & ((y + qy) < H)[:, None])
         commit()
 
+    missed = 0  # a bit for every tile that must be done again (tiles 32 apart share one)
     slot = 0  # of the tile's first chunk
     q_slot = 0
     q_free = AHEAD
@@ -187,48 +375,63 @@ def ring_forward(
 
         mine = queries.index(q_slot)
         q_both = mine.load(LEFT)
+        stat_there = stat_in & ((2 * tile + sm // 8) < H)
+        far = gl.full([16, 4], 0, gl.uint32, LANES)
         for h in gl.static_range(G):
             q = q_both
             if G > 1:
                 q = only(q_both, owns[h])
-            col = turned(mma_v2(q, col_table, nothing), -1, dtype, near)
-            col = beside(gl.minimum(col, bound0), gl.minimum(col, bound1), MMA)
-            terms = row_terms(mma_v2(q, row_table, nothing), 2 * tile, H, KH, LARGE, dtype)
-            top = gl.full([16, 4], -LARGE, gl.float32, LANES)
-            logits = ()
-            rows = ()
-            for r in gl.static_range(KH + 1):
-                k = row_of(keys, slot, r, CHUNKS).permute([1, 0]).load(RIGHT)
-                s0, s1 = halves(mma_v2(q, k, col))
-                s = gl.maximum(s0, s1)
-                even, odd = parities(s)
-                row = terms[r].to(gl.float32, bitcast=True)
-                top = gl.maximum(top, row + gl.maximum(even, odd))
-                rows = rows + (row,)
-                logits = logits + (s,)
-            base = gl.max(top, 1)[:, None] * scale_log2
-            acc = gl.full([16, D], 0.0, gl.float32, MMA)
-            sums = nothing
-            for r in gl.static_range(KH + 1):
-                p = exp2(logits[r] * scale_log2 - twice(base - rows[r] * scale_log2)).to(dtype)
-                p = beside(only(p, keep0), only(p, keep1), LEFT)
-                v = channels(row_of(values, slot, r, CHUNKS), h, D)
-                # Eight times the same sum, of the numbers that meet the values.
-                sums = mma_v2(p, ones, sums)
-                acc = mma_v2(p, v.load(RIGHT), acc)
-            total, _same = parities(sums)
-            inverse = twice(_reciprocal(total))
-            if G == 1:
-                inverse = beside(inverse, inverse, MMA)
+            col, rows = _terms(q, col_table, row_table, bounds, near, 2 * tile, H, KH, LARGE)
+            if QUICK:
+                out, total = _attend_quickly(q, col, rows, keys, values, slot, h, keeps, scale_log2, KH, D, CHUNKS)
+                lse = _log2(total)
+                # Too small wraps round to a large number, and what is not finite is one.
+                far = gl.maximum(far, gl.where(stat_there, total.to(gl.uint32, bitcast=True) - LEAST, 0))
+            else:
+                out, lse = _attend(q, col, rows, keys, values, slot, h, keeps, scale_log2, KH, D, CHUNKS, LARGE)
             # The tile's queries are no longer needed: in their place the output lies as it is written, 16 bytes a lane.
-            channels(mine, h, D).store((acc * inverse).to(dtype))
-            gl.store(
-                stat_at + (2 * tile) * W * heads + h,
-                base + _log2(total),
-                mask=stat_in & ((2 * tile + sm // 8) < H),
-            )
+            channels(mine, h, D).store(out.to(dtype))
+            gl.store(stat_at + (2 * tile) * W * heads + h, lse, mask=stat_there)
         there = query_in & ((2 * tile + qy) < H)[:, None]
+        if QUICK:
+            missed |= gl.where(gl.max(far) > MOST - LEAST, 1, 0) << (tile & 31)
         gl.store(o_at + (2 * tile) * W * o_x, mine.load(COPY), mask=there)
         slot = gl.where(slot == CHUNKS - 1, 0, slot + 1)
         q_slot = gl.where(q_slot == AHEAD, 0, q_slot + 1)
         q_free = gl.where(q_free == AHEAD, 0, q_free + 1)
+
+    if QUICK and missed != 0:
+        wait(0)  # for the walk's last copies, of nothing
+        for tile in range(first, last):
+            if (missed >> (tile & 31)) & 1 != 0:
+                for j in gl.static_range(HALO):
+                    y = 2 * (tile + j) - PY
+                    use = halo_in & within(y + halo_y, H)[:, None]
+                    copy(keys.index(j), k_at + y * k_y, mask=use)
+                    copy(values.index(j), v_at + y * v_y, mask=use)
+                there = query_in & ((2 * tile + qy) < H)[:, None]
+                copy(queries.index(0), q_at + (2 * tile) * q_y, mask=there)
+                commit()
+                wait(0)
+                again = _attend_again(
+                    queries.index(0),
+                    keys,
+                    values,
+                    stat_at + (2 * tile) * W * heads,
+                    stat_in & ((2 * tile + sm // 8) < H),
+                    col_table,
+                    row_table,
+                    bounds,
+                    keeps,
+                    near,
+                    2 * tile,
+                    H,
+                    W,
+                    scale_log2,
+                    KH,
+                    D,
+                    CHUNKS,
+                    LARGE,
+                )
+                queries.index(1).store(again)
+                gl.store(o_at + (2 * tile) * W * o_x, queries.index(1).load(COPY), mask=there)
