@@ -207,6 +207,7 @@ class _Block:
             "%ctaid.x": number % x,
             "%ctaid.y": number // x % y,
             "%ctaid.z": number // (x * y),
+            **{f"%nctaid.{axis}": np.uint32(size) for axis, size in zip("xyz", (x, y, z), strict=True)},
             "global_smem": np.uint32(0),
         }
         self.values, self.heap = values, heap

@@ -5,6 +5,7 @@ import torch
 
 from nearsight.errors import BackendError
 from nearsight.ops import backends, local_attention, local_attention_projected
+from nearsight.ops.local import launches
 from nearsight.ops.local.call import prepare
 from nearsight.ops.local.geometry import TALLEST_WALK, plan
 from nearsight.ops.local.launches import _sum_relative, prepare_launch
@@ -270,6 +271,24 @@ def test_sums_of_the_tables_shares(tables, programs, heads, dim):
     expected = sums[:, of_row : of_row + window[0], :half], sums[:, : window[1], half:dim]
     for one, every in zip(found, expected, strict=True):
         assert one is None or torch.equal(one, every if tables == "heads" else every.sum(0, True))
+
+
+@interpreted
+@pytest.mark.parametrize("tables", ["shared", "heads", "row", "none"])
+@pytest.mark.parametrize(("block", "images"), [(64, 2), (1024, 3)])
+def test_many_tables_are_added_up_beside_the_shares(tables, block, images):
+    """In fewer numbers than a table has and in more, in two parts; the images of two launches."""
+    inputs = make(batch=5, size=(3, 10), heads=3, dim=12, window=(3, 2), tables=tables)
+    assert walk_of(inputs, (3, 2)).grid[0] == 10
+    left, finish = [], launches._sum_relative
+    # In a context: tests that are interpreted share a process, where no fixture undoes anything.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "MOST_ROWS", 8)
+        patch.setattr(launches, "MOST_IMAGES", images)
+        patch.setattr(launches, "TABLE_SUM", {"PARTS": 2, "ROWS": 2, "BLOCK": block})
+        patch.setattr(launches, "_sum_relative", lambda *given: (left.append(len(given[0])), finish(*given)))
+        compare(inputs, (3, 2))
+    assert set(left) == (set() if tables == "none" else {2})
 
 
 @interpreted

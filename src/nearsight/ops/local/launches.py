@@ -40,6 +40,9 @@ MOST_IMAGES = 32_768
 # Strips keep their halo in shared memory where that is possible (`_may_ring`); without, they load it for every tile.
 RING = True
 
+# Many shares of the relative tables are first added up by programs of `merge`'s launch; without, by a launch of their own.
+TABLES_IN_MERGE = True
+
 
 class Launch(NamedTuple):
     """A grid, the arguments that all kernels take by name, and the geometry, which says which kernel of several is meant."""
@@ -339,7 +342,7 @@ def _launch_gradients(
     numbers = {"grad_pixel": into.q.stride(2), "scale": call.scale}
     with torch.cuda.device_of(q):
         if walk:
-            _walk(read, launch, numbers, into, partial)
+            partial = _walk(read, launch, numbers, into, partial, _too_many(partial, launch, *tables))
         else:
             _two_passes(read, launch, prepare_launch(call, "keys", lean), numbers, into, partial)
         if found:
@@ -379,8 +382,18 @@ class _Read(NamedTuple):
     mask: Tensor | None
 
 
-def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor) -> None:
-    """All gradients in one walk, then the sum of the strips' shares of dk and dv, where there are several."""
+# How `merge` adds up shares of the relative tables: into so many parts, so many at a time, so many of their numbers a program:
+# as many as its threads load at once, so that each adds up its own.
+TABLE_SUM = {"PARTS": 32, "ROWS": 8, "BLOCK": 512}
+
+
+def _walk(
+    t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor, many_tables: bool
+) -> Tensor:
+    """All gradients in one walk, then the sum of the strips' shares of dk and dv, where there are several.
+
+    Returns the shares of the relative tables that are left to add up: `partial`, or where those are many, fewer.
+    """
     from nearsight.ops.local import gradient_kernels, sum_kernels
 
     dq, dk, dv = into
@@ -400,33 +413,46 @@ def _walk(t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, pa
     else:
         _launch_ring(rings[1], launch, tensors, **numbers)
     if fixed["WHOLE_X"]:
-        return
+        return partial
     channels = heads * dim
     padded = next_power_of_two(channels)
     pixels = max(1, 4096 // padded)
+    programs = ceil_div(height * width, pixels)
     walks = launch.grid[0] // batch
+    parts, tables, table_rows = partial, 0, 0
+    if TABLES_IN_MERGE and many_tables and partial.shape[0] > TABLE_SUM["PARTS"]:
+        tables = partial.shape[0]
+        parts = partial.new_empty((TABLE_SUM["PARTS"], *partial.shape[1:]))
+        table_rows = ceil_div(TABLE_SUM["PARTS"] * ceil_div(partial[0].numel(), TABLE_SUM["BLOCK"]), programs)
     for first in range(0, batch, MOST_IMAGES):
         images = slice(first, min(first + MOST_IMAGES, batch))
         shares = slice(images.start * walks, images.stop * walks)
         launch_kernel(
             sum_kernels.merge,
-            (ceil_div(height * width, pixels), images.stop - images.start),
+            (programs, table_rows + images.stop - images.start),
             dk_share[shares],
             dv_share[shares],
             (dv if dk is None else dk)[images],
             dv[images],
+            partial,
+            parts,
             **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
             per_split=per_split,
+            tables=tables,
+            table_rows=table_rows,
             grad_pixel=numbers["grad_pixel"],
             CHANNELS=channels,
             CP=padded,
             GROUP=group,
-            **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K")},
+            **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K", "G", "DP", "HS")},
+            **TABLE_SUM,
             OVER_Y=1 if use["splits"] == 1 else 2,
             OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
             PIXELS=pixels,
             num_warps=4,
         )
+        table_rows = 0  # the first launch has added them all
+    return parts
 
 
 def _two_passes(
@@ -459,13 +485,19 @@ def _two_passes(
 MOST_ROWS = 2560
 
 
+def _too_many(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Tensor | None) -> bool:
+    """Whether every program's share of the relative tables' gradients is more than one step adds up."""
+    shared = any(t is not None and t.shape[0] == 1 for t in (drow, dcol))
+    return partial.shape[0] * (launch.grid[1] * launch.constants["G"] if shared else 1) > MOST_ROWS
+
+
 def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Tensor | None) -> None:
     """The relative tables' gradients from every program's share, added in a fixed order."""
     from nearsight.ops.local import sum_kernels
 
     fixed, heads, groups = launch.constants, launch.runtime["heads"], launch.grid[1]
     shared = [t.shape[0] == 1 for t in (drow, dcol) if t is not None]
-    if partial.shape[0] * (groups * fixed["G"] if any(shared) else 1) > MOST_ROWS:
+    if _too_many(partial, launch, drow, dcol):
         partial = add_rows(partial, 16)
     either = drow if drow is not None else dcol
     half = fixed["D"] // 2

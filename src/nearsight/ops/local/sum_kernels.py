@@ -10,12 +10,44 @@ import triton.language as tl
 __all__ = ["finish_relative", "merge"]
 
 
-@triton.jit(do_not_specialize=["H", "W", "strips", "splits", "tiles", "dil_y", "dil_x", "per_split"])
+@triton.jit
+def _add_tables(
+    share_ptr,
+    sum_ptr,
+    unit,
+    tables,
+    groups,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    G: tl.constexpr,
+    DP: tl.constexpr,
+    HS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every PARTS-th of the programs' tables, in order, at one block of its numbers; only places of taps are read and written."""
+    part = unit % PARTS
+    at = unit // PARTS * BLOCK + tl.arange(0, BLOCK)
+    size = groups * (2 * HS * G * DP)
+    place = at // (G * DP) % (2 * HS)
+    use = (at < size) & ((place < KW) | ((place >= HS) & (place < HS + KH)))
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(part, tables, PARTS * ROWS):
+        row = first + PARTS * tl.arange(0, ROWS)
+        there = (row < tables)[:, None] & use[None, :]
+        total += tl.load(share_ptr + row.to(tl.int64)[:, None] * size + at[None, :], mask=there, other=0.0)
+    tl.store(sum_ptr + part * size + at, tl.sum(total, 0), mask=use)
+
+
+@triton.jit(do_not_specialize=["H", "W", "strips", "splits", "tiles", "per_split", "tables", "table_rows"])
 def merge(
     dk_share_ptr,
     dv_share_ptr,
     dk_ptr,
     dv_ptr,
+    table_share_ptr,
+    table_ptr,
     H,
     W,
     strips,
@@ -24,6 +56,8 @@ def merge(
     dil_y,
     dil_x,
     per_split,
+    tables,
+    table_rows,
     grad_pixel,
     CHANNELS: tl.constexpr,
     CP: tl.constexpr,
@@ -38,20 +72,35 @@ def merge(
     OVER_X: tl.constexpr,
     PIXELS: tl.constexpr,
     HAS_K: tl.constexpr,
+    G: tl.constexpr,
+    DP: tl.constexpr,
+    HS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Add up what the strips (and the splits of a strip) hold of dk and dv, in a fixed order."""
+    """Add up what the strips (and the splits of a strip) hold of dk and dv, in a fixed order.
+
+    The first `table_rows` rows of the grid, before those of the images, add up `tables` shares of the relative tables instead.
+    """
+    groups: tl.constexpr = (CHANNELS + GROUP - 1) // GROUP
+    if tl.program_id(1) < table_rows:
+        unit = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        _add_tables(table_share_ptr, table_ptr, unit, tables, groups, KH, KW, G, DP, HS, PARTS, ROWS, BLOCK)
+        return
     PY: tl.constexpr = (KH - 1) // 2
     PX: tl.constexpr = (KW - 1) // 2
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     x = pixel % W
     y = pixel // W
-    image = tl.program_id(1).to(tl.int64)
+    image = (tl.program_id(1) - table_rows).to(tl.int64)
     c = tl.arange(0, CP)
-    groups: tl.constexpr = (CHANNELS + GROUP - 1) // GROUP
     walk = ((image * dil_y + y % dil_y) * dil_x + x % dil_x) * strips
     y = y // dil_y
     x = x // dil_x
-    last_split = tl.minimum((y + PY) // (per_split * TY), splits - 1)
+    last_split = tl.zeros((PIXELS,), tl.int32)
+    if OVER_Y > 1:
+        last_split = tl.minimum((y + PY) // (per_split * TY), splits - 1)
     last_strip = tl.minimum((x + PX) // TX, strips - 1)
     rows = (per_split + CHUNKS - 1) * TY
     dk = tl.zeros((PIXELS, CP), tl.float32)
