@@ -40,9 +40,6 @@ MOST_IMAGES = 32_768
 # Strips keep their halo in shared memory where that is possible (`_may_ring`); without, they load it for every tile.
 RING = True
 
-# Many shares of the relative tables are first added up by programs of `merge`'s launch; without, by a launch of their own.
-TABLES_IN_MERGE = True
-
 
 class Launch(NamedTuple):
     """A grid, the arguments that all kernels take by name, and the geometry, which says which kernel of several is meant."""
@@ -420,7 +417,7 @@ def _walk(
     programs = ceil_div(height * width, pixels)
     walks = launch.grid[0] // batch
     parts, tables, table_rows = partial, 0, 0
-    if TABLES_IN_MERGE and many_tables and partial.shape[0] > TABLE_SUM["PARTS"]:
+    if many_tables and partial.shape[0] > TABLE_SUM["PARTS"]:
         tables = partial.shape[0]
         parts = partial.new_empty((TABLE_SUM["PARTS"], *partial.shape[1:]))
         table_rows = ceil_div(TABLE_SUM["PARTS"] * ceil_div(partial[0].numel(), TABLE_SUM["BLOCK"]), programs)
