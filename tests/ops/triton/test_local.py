@@ -5,10 +5,11 @@ import torch
 
 from nearsight.errors import BackendError
 from nearsight.ops import backends, local_attention, local_attention_projected
-from nearsight.ops.local import launches
+from nearsight.ops.local import launches, sum_launches
 from nearsight.ops.local.call import prepare
 from nearsight.ops.local.geometry import TALLEST_WALK, plan
-from nearsight.ops.local.launches import _sum_relative, prepare_launch
+from nearsight.ops.local.launches import prepare_launch
+from nearsight.ops.local.sum_launches import sum_relative
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
 
@@ -266,7 +267,7 @@ def test_sums_of_the_tables_shares(tables, programs, heads, dim):
         partial[:, -1, :, -1] = 0.0  # no head: zeros times its queries, which are not there
     found = [None if inputs[name] is None else torch.empty_like(inputs[name]) for name in ("rel_row", "rel_col")]
     found = [t if t is None or t.ndim == 3 else t[None] for t in found]
-    _sum_relative(partial, launch, *found)
+    sum_relative(partial, launch, *found)
     sums = partial.sum(0).movedim(2, 1).flatten(0, 1)[:heads]
     expected = sums[:, of_row : of_row + window[0], :half], sums[:, : window[1], half:dim]
     for one, every in zip(found, expected, strict=True):
@@ -280,13 +281,13 @@ def test_many_tables_are_added_up_beside_the_shares(tables, block, images):
     """In fewer numbers than a table has and in more, in two parts; the images of two launches."""
     inputs = make(batch=5, size=(3, 10), heads=3, dim=12, window=(3, 2), tables=tables)
     assert walk_of(inputs, (3, 2)).grid[0] == 10
-    left, finish = [], launches._sum_relative
+    left, finish = [], launches.sum_relative
     # In a context: tests that are interpreted share a process, where no fixture undoes anything.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "MOST_ROWS", 8)
-        patch.setattr(launches, "MOST_IMAGES", images)
-        patch.setattr(launches, "TABLE_SUM", {"PARTS": 2, "ROWS": 2, "BLOCK": block})
-        patch.setattr(launches, "_sum_relative", lambda *given: (left.append(len(given[0])), finish(*given)))
+        patch.setattr(sum_launches, "MOST_ROWS", 8)
+        patch.setattr(sum_launches, "MOST_IMAGES", images)
+        patch.setattr(sum_launches, "TABLE_SUM", {"PARTS": 2, "ROWS": 2, "BLOCK": block})
+        patch.setattr(launches, "sum_relative", lambda *given: (left.append(len(given[0])), finish(*given)))
         compare(inputs, (3, 2))
     assert set(left) == (set() if tables == "none" else {2})
 
@@ -370,19 +371,17 @@ def test_boxes_are_not_cut_of_expanded_tensors():
 
 @interpreted
 def test_more_images_than_a_launch_takes():
-    from nearsight.ops.local import launches
-
-    assert launches.MOST_IMAGES <= 65535
-    launches.MOST_IMAGES, before = 2, launches.MOST_IMAGES
-    grids, launch = [], launches.launch_kernel
-    launches.launch_kernel = lambda kernel, grid, *args, **named: (
+    assert sum_launches.MOST_IMAGES <= 65535
+    sum_launches.MOST_IMAGES, before = 2, sum_launches.MOST_IMAGES
+    grids, launch = [], sum_launches.launch_kernel
+    sum_launches.launch_kernel = lambda kernel, grid, *args, **named: (
         grids.append(grid) or launch(kernel, grid, *args, **named)
     )
     try:
         compare(make(size=(2, 9), batch=5, heads=1))
     finally:
-        launches.MOST_IMAGES, launches.launch_kernel = before, launch
-    assert [grid[1] for grid in grids[2:5]] == [2, 2, 1]
+        sum_launches.MOST_IMAGES, sum_launches.launch_kernel = before, launch
+    assert [grid[1] for grid in grids[:3]] == [2, 2, 1]
 
 
 def test_shares_beyond_32_bit_offsets():

@@ -211,10 +211,10 @@ def test_smaller_windows(launched, window, dtype, dim):
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 16), (torch.float16, 8)], ids=str)
 def test_many_tables_are_added_up_beside_the_shares(launched, monkeypatch, dtype, dim):
-    from nearsight.ops.local import launches
+    from nearsight.ops.local import sum_launches
 
-    monkeypatch.setattr(launches, "MOST_ROWS", 16)
-    monkeypatch.setitem(launches.TABLE_SUM, "PARTS", 4)
+    monkeypatch.setattr(sum_launches, "MOST_ROWS", 16)
+    monkeypatch.setitem(sum_launches.TABLE_SUM, "PARTS", 4)
     compare(draw(dtype, size=(3, 22), batch=3, heads=32 // dim, dim=dim))
     assert launched == [*RING, *SUMS]
 

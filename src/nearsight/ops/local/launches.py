@@ -13,7 +13,7 @@ from torch import Tensor
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.fitting import fitted
 from nearsight.ops.local.geometry import TALLEST_WALK, Geometry, ceil_div, plan
-from nearsight.ops.sums import add_rows
+from nearsight.ops.local.sum_launches import add_shares, sum_relative, too_many
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
     INTERPRETED,
@@ -31,11 +31,6 @@ Result = TypeVar("Result")
 
 # Added to a logit that may not be attended: beyond any real logit, and finite in the dtype the tensor cores add it in.
 LARGE = {torch.float16: 60000.0, torch.bfloat16: 1e30, torch.float32: 1e30}
-
-
-# Of one launch whose second axis they are (at most 65,535); so many that the next ones' tensors begin aligned too.
-MOST_IMAGES = 32_768
-
 
 # Strips keep their halo in shared memory where that is possible (`_may_ring`); without, they load it for every tile.
 RING = True
@@ -339,11 +334,11 @@ def _launch_gradients(
     numbers = {"grad_pixel": into.q.stride(2), "scale": call.scale}
     with torch.cuda.device_of(q):
         if walk:
-            partial = _walk(read, launch, numbers, into, partial, _too_many(partial, launch, *tables))
+            partial = _walk(read, launch, numbers, into, partial, too_many(partial, launch, *tables))
         else:
             _two_passes(read, launch, prepare_launch(call, "keys", lean), numbers, into, partial)
         if found:
-            _sum_relative(partial, launch, *tables)
+            sum_relative(partial, launch, *tables)
     for t in _constant(call, into, *tables):
         t.zero_()
     return found
@@ -379,11 +374,6 @@ class _Read(NamedTuple):
     mask: Tensor | None
 
 
-# How `merge` adds up shares of the relative tables: into so many parts, so many at a time, so many of their numbers a program:
-# as many as its threads load at once, so that each adds up its own.
-TABLE_SUM = {"PARTS": 32, "ROWS": 8, "BLOCK": 512}
-
-
 def _walk(
     t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor, many_tables: bool
 ) -> Tensor:
@@ -391,15 +381,13 @@ def _walk(
 
     Returns the shares of the relative tables that are left to add up: `partial`, or where those are many, fewer.
     """
-    from nearsight.ops.local import gradient_kernels, sum_kernels
+    from nearsight.ops.local import gradient_kernels
 
     dq, dk, dv = into
     use, fixed = launch.runtime, launch.constants
-    batch, height, width, heads, dim = dq.shape
     per_split = ceil_div(use["tiles"], use["splits"])
     rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
-    group = fixed["G"] * dim
-    shape = (*launch.grid, rows, fixed["NC"], group)
+    shape = (*launch.grid, rows, fixed["NC"], fixed["G"] * fixed["D"])
     # A strip as wide as the map shares nothing.
     dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
@@ -411,45 +399,7 @@ def _walk(
         _launch_ring(rings[1], launch, tensors, **numbers)
     if fixed["WHOLE_X"]:
         return partial
-    channels = heads * dim
-    padded = next_power_of_two(channels)
-    pixels = max(1, 4096 // padded)
-    programs = ceil_div(height * width, pixels)
-    walks = launch.grid[0] // batch
-    parts, tables, table_rows = partial, 0, 0
-    if many_tables and partial.shape[0] > TABLE_SUM["PARTS"]:
-        tables = partial.shape[0]
-        parts = partial.new_empty((TABLE_SUM["PARTS"], *partial.shape[1:]))
-        table_rows = ceil_div(TABLE_SUM["PARTS"] * ceil_div(partial[0].numel(), TABLE_SUM["BLOCK"]), programs)
-    for first in range(0, batch, MOST_IMAGES):
-        images = slice(first, min(first + MOST_IMAGES, batch))
-        shares = slice(images.start * walks, images.stop * walks)
-        launch_kernel(
-            sum_kernels.merge,
-            (programs, table_rows + images.stop - images.start),
-            dk_share[shares],
-            dv_share[shares],
-            (dv if dk is None else dk)[images],
-            dv[images],
-            partial,
-            parts,
-            **{name: use[name] for name in ("H", "W", "strips", "splits", "tiles", "dil_y", "dil_x")},
-            per_split=per_split,
-            tables=tables,
-            table_rows=table_rows,
-            grad_pixel=numbers["grad_pixel"],
-            CHANNELS=channels,
-            CP=padded,
-            GROUP=group,
-            **{name: fixed[name] for name in ("KH", "KW", "TY", "TX", "NC", "CHUNKS", "HAS_K", "G", "DP", "HS")},
-            **TABLE_SUM,
-            OVER_Y=1 if use["splits"] == 1 else 2,
-            OVER_X=ceil_div(fixed["TX"] + fixed["KW"] - 1, fixed["TX"]),
-            PIXELS=pixels,
-            num_warps=4,
-        )
-        table_rows = 0  # the first launch has added them all
-    return parts
+    return add_shares((dk_share, dv_share), launch, numbers["grad_pixel"], into, partial, many_tables)
 
 
 def _two_passes(
@@ -475,42 +425,4 @@ def _two_passes(
         **keys.runtime,
         **numbers,
         **keys.constants,
-    )
-
-
-# Up to so many rows a program adds them up itself: 1024 were faster so, 4096 slower.
-MOST_ROWS = 2560
-
-
-def _too_many(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Tensor | None) -> bool:
-    """Whether every program's share of the relative tables' gradients is more than one step adds up."""
-    shared = any(t is not None and t.shape[0] == 1 for t in (drow, dcol))
-    return partial.shape[0] * (launch.grid[1] * launch.constants["G"] if shared else 1) > MOST_ROWS
-
-
-def _sum_relative(partial: Tensor, launch: Launch, drow: Tensor | None, dcol: Tensor | None) -> None:
-    """The relative tables' gradients from every program's share, added in a fixed order."""
-    from nearsight.ops.local import sum_kernels
-
-    fixed, heads, groups = launch.constants, launch.runtime["heads"], launch.grid[1]
-    shared = [t.shape[0] == 1 for t in (drow, dcol) if t is not None]
-    if _too_many(partial, launch, drow, dcol):
-        partial = add_rows(partial, 16)
-    either = drow if drow is not None else dcol
-    half = fixed["D"] // 2
-    channels = min(8, next_power_of_two(half))
-    launch_kernel(
-        sum_kernels.finish_relative,
-        (fixed["KW"] + fixed["KH"], 1 if all(shared) else heads, ceil_div(half, channels)),
-        partial,
-        either if drow is None else drow,
-        either if dcol is None else dcol,
-        partial.shape[0],
-        groups,
-        **{name: fixed[name] for name in ("KH", "KW", "D", "DP", "G", "HS", "HAS_ROW", "HAS_COL")},
-        ROW_SHARED=drow is None or drow.shape[0] == 1,
-        COL_SHARED=dcol is None or dcol.shape[0] == 1,
-        ROWS=1024,
-        CHANNELS=channels,
-        num_warps=8,
     )
