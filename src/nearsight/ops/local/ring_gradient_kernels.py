@@ -15,7 +15,9 @@ from nearsight.ops.local.ring_parts import (
     RIGHT,
     RUNTIME,
     SHARED,
+    attends,
     beside,
+    bits_of,
     bound_columns,
     channels,
     commit,
@@ -106,20 +108,24 @@ def _minus_diagonal(x):
 
 
 @gluon.jit
-def _transposed(x):
-    """[16, 16] of halves as a left operand, turned in registers: blocks of 8×8, then their places."""
-    x = gl.inline_asm_elementwise(
+def _blocks_transposed(x):
+    """Blocks of 8×8 halves, turned in registers, each in its place."""
+    return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
     )
+
+
+@gluon.jit
+def _transposed(x):
+    """[16, 16] of halves as a left operand, turned in registers: blocks of 8×8, then their places."""
+    x = _blocks_transposed(x)
     return gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [2, 8, 2, 8]), [2, 1, 0, 3]), [16, 16]), LEFT)
 
 
 @gluon.jit
 def _unfolded_and_turned(x, turned0, turned1):
     """[16 queries, 8], columns modulo 8, transposed in registers to [16 columns, 16 queries], a left operand."""
-    x = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-    )
+    x = _blocks_transposed(x)
     x = gl.join(only(x, turned0), only(x, turned1))
     return gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [2, 8, 8, 2]), [3, 1, 0, 2]), [16, 16]), LEFT)
 
@@ -249,11 +255,12 @@ def ring_backward(
     nothing16 = gl.full([16, 16], 0.0, gl.float32, MMA)
     empty = gl.full([16, D], 0.0, gl.float32, MMA)
     bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE)
-    keep0 = gl.where(mine0, -1, 0).to(gl.int16)
-    keep1 = gl.where(mine1, -1, 0).to(gl.int16)
-    behind = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None] % 8 - gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :]
-    turned0 = gl.where((behind >= 0) & (behind < KW), -1, 0).to(gl.int16)
-    turned1 = gl.where(behind + 8 < KW, -1, 0).to(gl.int16)
+    keep0 = bits_of(mine0)
+    keep1 = bits_of(mine1)
+    column = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None] % 8
+    mine0_turned, mine1_turned = attends(gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :], column, KW)
+    turned0 = bits_of(mine0_turned)
+    turned1 = bits_of(mine1_turned)
 
     sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
     st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]

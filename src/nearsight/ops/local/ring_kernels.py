@@ -28,6 +28,7 @@ from nearsight.ops.local.ring_parts import (
     RUNTIME,
     SHARED,
     beside,
+    bits_of,
     bound_columns,
     channels,
     commit,
@@ -35,15 +36,17 @@ from nearsight.ops.local.ring_parts import (
     copy,
     exp2,
     halves,
+    log2,
     mma_v2,
     only,
     own_channels,
     pair_of,
     parities,
     pixels_of,
+    reciprocal,
     row_of,
     row_terms,
-    second,
+    second_image,
     strip_of,
     turned,
     twice,
@@ -52,16 +55,6 @@ from nearsight.ops.local.ring_parts import (
 )
 
 __all__ = ["ring_forward"]
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _log2(x):
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -127,7 +120,7 @@ def _add_row(s, less, v, keeps, scale_log2, acc, sums):
 
 @gluon.jit
 def _divided(acc, total, D: gl.constexpr):
-    inverse = twice(_reciprocal(total))
+    inverse = twice(reciprocal(total))
     if D == 16:
         inverse = beside(inverse, inverse, MMA)
     return acc * inverse
@@ -148,48 +141,34 @@ def _attend(
     D: gl.constexpr,
     CHUNKS: gl.constexpr,
     LARGE: gl.constexpr,
+    QUICK: gl.constexpr,
 ):
-    """Output and log-sum-exp of a head's queries. All logits first, then the exponentials relative to the largest."""
-    top = gl.full([16, 4], -LARGE, gl.float32, LANES)
+    """Output of a head's queries, their log-sum-exp, and the sums of their exponentials: if QUICK relative to nothing, else to
+    the largest logit, after all of them."""
     logits = ()
-    for r in gl.static_range(KH + 1):
-        s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
-        top = gl.maximum(top, _largest(s, rows[r]))
-        logits = logits + (s,)
-    base = gl.max(top, 1)[:, None] * scale_log2
+    if not QUICK:
+        top = gl.full([16, 4], -LARGE, gl.float32, LANES)
+        for r in gl.static_range(KH + 1):
+            s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
+            top = gl.maximum(top, _largest(s, rows[r]))
+            logits = logits + (s,)
+        base = gl.max(top, 1)[:, None] * scale_log2
     acc = gl.full([16, D], 0.0, gl.float32, MMA)
     sums = gl.full([16, 8], 0.0, gl.float32, MMA)
     for r in gl.static_range(KH + 1):
-        v = _values(values, slot, r, h, D, CHUNKS)
-        acc, sums = _add_row(logits[r], base - rows[r] * scale_log2, v, keeps, scale_log2, acc, sums)
+        if QUICK:
+            s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
+            less = rows[r] * -scale_log2
+        else:
+            s = logits[r]
+            less = base - rows[r] * scale_log2
+        acc, sums = _add_row(s, less, _values(values, slot, r, h, D, CHUNKS), keeps, scale_log2, acc, sums)
     total, _same = parities(sums)
-    return _divided(acc, total, D), base + _log2(total)
-
-
-@gluon.jit
-def _attend_quickly(
-    q,
-    col,
-    rows,
-    keys,
-    values,
-    slot,
-    h,
-    keeps,
-    scale_log2,
-    KH: gl.constexpr,
-    D: gl.constexpr,
-    CHUNKS: gl.constexpr,
-):
-    """Output of a head's queries, and the sums of their exponentials, relative to nothing."""
-    acc = gl.full([16, D], 0.0, gl.float32, MMA)
-    sums = gl.full([16, 8], 0.0, gl.float32, MMA)
-    for r in gl.static_range(KH + 1):
-        s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
-        v = _values(values, slot, r, h, D, CHUNKS)
-        acc, sums = _add_row(s, rows[r] * -scale_log2, v, keeps, scale_log2, acc, sums)
-    total, _same = parities(sums)
-    return _divided(acc, total, D), total
+    out = _divided(acc, total, D)
+    lse = log2(total)
+    if not QUICK:
+        lse = base + lse
+    return out, lse, total
 
 
 @gluon.jit
@@ -252,7 +231,7 @@ def _attend_again(
         total, _same = parities(sums)
         one = _divided(acc, total, 16)
         out = gl.where(head == h, one, out)
-        gl.store(stat_at + h, base + _log2(total), mask=stat_there)
+        gl.store(stat_at + h, base + log2(total), mask=stat_there)
     return out.to(q_both.dtype)
 
 
@@ -328,14 +307,14 @@ def ring_forward(
     row_table = _half_table(row_ptr, row_head, h0, KH, 0, D, dtype)
     bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE, near)
     bounds = (bound0, bound1)
-    keeps = (gl.where(mine0, -1, 0).to(gl.int16), gl.where(mine1, -1, 0).to(gl.int16))
+    keeps = (bits_of(mine0), bits_of(mine1))
     owns = ()
     for h in gl.static_range(G):
         owns = owns + (own_channels(h, W, D),)
 
     sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
     st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
-    stat_side = second(sm, near)
+    stat_side = second_image(sm, near)
     stat_x = x0 + (sm & near)
     stat_in = (stat_x < W) & (stat_side < left) & (st == 0)
     stat_at = lse_ptr + image * H * W * heads + h0 + ((stat_side * H + sm // 8) * W + stat_x) * heads + st * 0
@@ -382,13 +361,12 @@ def ring_forward(
             if G > 1:
                 q = only(q_both, owns[h])
             col, rows = _terms(q, col_table, row_table, bounds, near, 2 * tile, H, KH, LARGE)
+            out, lse, total = _attend(
+                q, col, rows, keys, values, slot, h, keeps, scale_log2, KH, D, CHUNKS, LARGE, QUICK
+            )
             if QUICK:
-                out, total = _attend_quickly(q, col, rows, keys, values, slot, h, keeps, scale_log2, KH, D, CHUNKS)
-                lse = _log2(total)
                 # Too small wraps round to a large number, and what is not finite is one.
                 far = gl.maximum(far, gl.where(stat_there, total.to(gl.uint32, bitcast=True) - LEAST, 0))
-            else:
-                out, lse = _attend(q, col, rows, keys, values, slot, h, keeps, scale_log2, KH, D, CHUNKS, LARGE)
             # The tile's queries are no longer needed: in their place the output lies as it is written, 16 bytes a lane.
             channels(mine, h, D).store(out.to(dtype))
             gl.store(stat_at + (2 * tile) * W * heads + h, lse, mask=stat_there)

@@ -20,7 +20,9 @@ __all__ = [
     "RIGHT",
     "RUNTIME",
     "SHARED",
+    "attends",
     "beside",
+    "bits_of",
     "bound_columns",
     "channels",
     "commit",
@@ -29,15 +31,17 @@ __all__ = [
     "exp2",
     "halves",
     "interleave",
+    "log2",
     "mma_v2",
     "only",
     "own_channels",
     "pair_of",
     "parities",
     "pixels_of",
+    "reciprocal",
     "row_of",
     "row_terms",
-    "second",
+    "second_image",
     "strip_of",
     "turned",
     "twice",
@@ -102,14 +106,29 @@ def pair_of(pid, groups, splits, strips, images, x0, image):
 
 
 @gluon.jit
-def second(place, near):
+def second_image(place, near):
     """Whether (1 or 0) one of the eight places in a row of the tile is of the second image of a pair."""
     return (place & 7 & ~near) >> 2
 
 
 @gluon.jit
+def _in_one_instruction(x, INSTRUCTION: gl.constexpr):
+    return gl.inline_asm_elementwise(INSTRUCTION, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return _in_one_instruction(x, "ex2.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def log2(x):
+    return _in_one_instruction(x, "lg2.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def reciprocal(x):
+    return _in_one_instruction(x, "rcp.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
@@ -123,7 +142,7 @@ def copied_by_lane(x0, W, KW: gl.constexpr, near=7, left=2):
     halo_side = (place & 8 & ~(2 * near)) >> 3
     halo_x = x0 - (KW - 1) // 2 + (place & (2 * near + 1))
     halo_in = within(halo_x, W) & (place % 16 < 7 + KW + 2 * (7 - near)) & (halo_side < left)
-    side = second(pixel, near)
+    side = second_image(pixel, near)
     qx = x0 + (pixel & near)
     query_in = (qx < W) & (side < left)
     every = channel >= 0
@@ -212,16 +231,29 @@ def own_channels(h, W, D: gl.constexpr):
 
 
 @gluon.jit
+def attends(place, column, KW: gl.constexpr, near=7):
+    """Whether a query at a place in its row attends to columns 0–7 of the halo, and to 8–15.
+
+    Of two columns eight apart it attends to one at most; of a pair's images each has eight.
+    """
+    tap = column - (place & near)
+    side = second_image(place, near)
+    inside = (tap >= 0) & (tap < KW)
+    return inside & (side == 0), gl.where(near == 7, tap + 8 < KW, inside & (side == 1))
+
+
+@gluon.jit
+def bits_of(mine):
+    """As `only` takes them."""
+    return gl.where(mine, -1, 0).to(gl.int16)
+
+
+@gluon.jit
 def bound_columns(x0, W, KW: gl.constexpr, LARGE: gl.constexpr, near=7):
     """Of the halo's columns 0–7 and 8–15: what a query's terms may be at most (−LARGE where window or image ends), and whether
-    it attends to them. Of two columns eight apart it attends to one at most; of a pair's images each has eight."""
+    it attends to them."""
     column = gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :]
-    place = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
-    tap = column - (place & near)
-    side = second(place, near)
-    inside = (tap >= 0) & (tap < KW)
-    mine0 = inside & (side == 0)
-    mine1 = gl.where(near == 7, tap + 8 < KW, inside & (side == 1))
+    mine0, mine1 = attends(gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None], column, KW, near)
     x = x0 - (KW - 1) // 2 + column
     bound0 = gl.where(mine0 & within(x, W), float("inf"), -LARGE)
     bound1 = gl.where(mine1 & within(x + 2 * (near - 3), W), float("inf"), -LARGE)
