@@ -531,6 +531,7 @@ LANEWISE: dict[str, tuple[Sequence[str], str, Callable[..., Any]]] = {
     "mov.pred": (("pred",), "pred", np.asarray),
     "add.bf16x2": (("b32", "b32"), "b32", _both_halves("bf16", np.add)),
     "add.f16x2": (("b32", "b32"), "b32", _both_halves("f16", np.add)),
+    "add.rn.bf16x2": (("b32", "b32"), "b32", _both_halves("bf16", np.add)),
     "add.rn.f16x2": (("b32", "b32"), "b32", _both_halves("f16", np.add)),
     "cvt.rn.bf16x2.f32": (("f32", "f32"), "b32", lambda high, low: _pack(_to_bfloat16(high), _to_bfloat16(low))),
     "cvt.rn.f16x2.f32": (("f32", "f32"), "b32", lambda high, low: _pack(_to_float16(high), _to_float16(low))),

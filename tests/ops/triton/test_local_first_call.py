@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 STRIPS = ["backward", "merge", "finish_relative"]
-RINGS = ["ring_backward", *STRIPS[1:]]
+# Every second strip, then those between, each a kernel of its own.
+RINGS = ["ring_backward", "ring_backward", "finish_relative"]
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +67,11 @@ def test_strips_with_a_ring_too(driver, size, heads, dim, window, dtype, own):
     qkv = [draw(2, *size, heads, dim, dtype=dtype) for _ in range(3)]
     rest = options(window, dim=dim, dtype=dtype, heads=heads if own else 1)
     (compiled, launched), later = run_both(driver, qkv, rest)
-    assert sorted(compiled) == sorted(["ring_forward", *RINGS])
+    # The single strip of the narrow map is cut into splits, which leave shares.
+    gradients = RINGS if size[1] > 8 else ["ring_backward", *STRIPS[1:]]
+    assert sorted(compiled) == sorted(["ring_forward", *gradients])
     assert launched == ["ring_forward"]
-    assert later == (compiled, ["ring_forward", *RINGS]), "something was left to the backward"
+    assert later == (compiled, ["ring_forward", *gradients]), "something was left to the backward"
 
 
 def strided(step, *shape):

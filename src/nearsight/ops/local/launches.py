@@ -121,7 +121,7 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0, ring: bool = Fal
     return Launch(grid, runtime, constants, shape)
 
 
-def _may_ring(call: LocalCall, *others: Tensor) -> bool:
+def _may_ring(call: LocalCall, *others: Tensor | None) -> bool:
     """Whether a call's strips may keep their halo in shared memory: what those kernels were written for and timed on.
 
     `others`: what they read and write beside the call's own tensors, dense.
@@ -136,7 +136,7 @@ def _may_ring(call: LocalCall, *others: Tensor) -> bool:
     # Programs are one axis of a grid, rows of a share are reached by 32-bit offsets.
     if q.numel() >= 16 * INT32_LIMIT or q.shape[1] >= 2**22:
         return False
-    aligned = all(t.data_ptr() % 16 == 0 for t in others)
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in others)
     return aligned and all(map(_sliceable, (q, k, v))) and _ring_kernels() is not None
 
 
@@ -327,7 +327,7 @@ def _launch_gradients(
     if walk and lean >= 2:
         # Leaner than any walk: two passes, from the measured ones on.
         walk, lean = False, lean - 2
-    launch = prepare_launch(call, "walk" if walk else "queries", lean, _may_ring(call, out, grad, into.q))
+    launch = prepare_launch(call, "walk" if walk else "queries", lean, _may_ring(call, out, grad, *into))
     shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)
     read = _Read(q, q if k is None else k, v, out, grad, lse, *_positions_and_mask(call))
@@ -385,6 +385,10 @@ def _walk(
 
     dq, dk, dv = into
     use, fixed = launch.runtime, launch.constants
+    rings = _ring_kernels() if launch.shape.ahead else None
+    if rings is not None and use["splits"] == 1:
+        _walk_in_turns(rings[1], t, launch, numbers, into, partial)
+        return partial
     per_split = ceil_div(use["tiles"], use["splits"])
     rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
     shape = (*launch.grid, rows, fixed["NC"], fixed["G"] * fixed["D"])
@@ -392,14 +396,28 @@ def _walk(
     dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
     dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
     tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col)
-    rings = _ring_kernels() if launch.shape.ahead else None
     if rings is None:
         launch_kernel(gradient_kernels.backward, launch.grid, *tensors, t.mask, **use, **numbers, **fixed)
     else:
-        _launch_ring(rings[1], launch, tensors, **numbers)
+        _launch_ring(rings[1], launch, tensors, **numbers, TURN=-1)
     if fixed["WHOLE_X"]:
         return partial
     return add_shares((dk_share, dv_share), launch, numbers["grad_pixel"], into, partial, many_tables)
+
+
+def _walk_in_turns(
+    kernel: Any, t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor
+) -> None:
+    """The ring's walk over every second strip, which write dk and dv, then over those between, which add to them."""
+    strips, groups = launch.runtime["strips"], launch.grid[1]
+    images, done = launch.grid[0] // strips, 0
+    for turn in range(min(2, strips)):
+        own = ceil_div(strips - turn, 2)
+        part = launch._replace(grid=(images * own, groups), runtime=launch.runtime | {"strips": own})
+        tables = partial[done : done + images * own]
+        tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, *into, tables, t.row, t.col)
+        _launch_ring(kernel, part, tensors, **numbers, TURN=turn)
+        done += images * own
 
 
 def _two_passes(

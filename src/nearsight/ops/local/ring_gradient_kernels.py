@@ -1,6 +1,8 @@
 """The backward of local attention in one walk down each strip, with the ring of `ring_kernels.py`.
 
-It leaves dq, and shares of dk, dv and the relative tables, as the walk of `gradient_kernels.py` does.
+Two strips side by side share kw − 1 columns of dk and dv, two with one between them none. So the strips go in two turns, every second
+one first: those write dk and dv where they belong, the others read what is there and add their own. Where a strip is cut into
+splits, which share rows, each leaves its share of dk and dv instead, as the walk of `gradient_kernels.py` does.
 """
 # mypy: ignore-errors
 
@@ -131,6 +133,16 @@ def _unfolded_and_turned(x, turned0, turned1):
 
 
 @gluon.jit
+def _plus(a, b):
+    """Halves, two at a time."""
+    if a.dtype == gl.bfloat16:
+        instruction: gl.constexpr = "add.rn.bf16x2 $0, $1, $2;"
+    else:
+        instruction: gl.constexpr = "add.rn.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _tables(
     row_ptr,
     col_ptr,
@@ -197,10 +209,12 @@ def ring_backward(
     v_h: gl.constexpr,
     LARGE: gl.constexpr,
     AHEAD: gl.constexpr,
+    TURN: gl.constexpr,
 ):
-    """Every gradient of a strip in one walk: dq, and the strip's shares of dk, dv and the relative tables.
+    """Every gradient of a strip in one walk: dq, dk and dv, and the strip's share of the relative tables.
 
     dk and dv of a row of the halo stay in registers while the walk passes over it. P and dS are transposed in registers.
+    TURN 0: strips 0, 2, …; 1: strips 1, 3, …, after those; −1: all strips, whose dk and dv are left as shares.
     """
     G: gl.constexpr = 16 // D
     HALO: gl.constexpr = (KH + 2) // 2
@@ -216,6 +230,8 @@ def ring_backward(
     program = gl.program_id(0)
     group, x0, image, per_split, first, last = strip_of(program, groups, splits, strips, tiles)
     h0 = group * G
+    if TURN >= 0:
+        x0 = 2 * x0 + 8 * TURN
 
     keys = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
     values = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
@@ -226,6 +242,9 @@ def ring_backward(
     stages = ()
     for _ in gl.static_range(4):
         stages = stages + (gl.allocate_shared_memory(dtype, [16, 16], SHARED),)
+    if TURN == 1:
+        # What the strips at both sides left of two rows of dk, then of dv.
+        before = gl.allocate_shared_memory(dtype, [4 * (AHEAD + 1), 16, 16], SHARED)
 
     halo_x, halo_y, halo_in, qx, qy, query_in, channel, _halo_side, _side = copied_by_lane(x0, W, KW)
     k_at = pixels_of(k_ptr, image, k_b, group * (G * k_h), halo_y, halo_x, k_y, k_x, channel)
@@ -236,12 +255,23 @@ def ring_backward(
     o_at = out_ptr + image * H * W * o_x + group * 16 + flat
     g_at = grad_ptr + image * H * W * o_x + group * 16 + flat
     dq_at = dq_ptr + image * H * W * grad_pixel + group * 16 + (((qy * W + qx) * grad_pixel)[:, None] + channel)
-    # Shares: [program, row of the strip, 16 pixels, 16 channels].
-    share = program.to(gl.int64) * (per_split + HALO - 1) * 512
     pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
     share_in = (within(x0 - PX + pixel, W) & (pixel < 7 + KW))[:, None] & (channel >= 0)
-    dk_at = dk_ptr + share + (pixel[:, None] * 16 + channel)
-    dv_at = dv_ptr + share + (pixel[:, None] * 16 + channel)
+    if TURN < 0:
+        # Shares: [program, row of the strip, 16 pixels, 16 channels], from the strip's first row on.
+        row_step = 256
+        top = program.to(gl.int64) * (per_split + HALO - 1) * 512 - (2 * first - PY) * row_step
+        at = pixel[:, None] * 16 + channel
+    else:
+        row_step = W * grad_pixel
+        top = image * H * W * grad_pixel + group * 16
+        at = ((x0 - PX + pixel) * grad_pixel)[:, None] + channel
+    dk_top = dk_ptr + top
+    dv_top = dv_ptr + top
+    shared_in = share_in
+    if TURN == 1:
+        # Columns to the right that no strip after this one has, hold nothing yet.
+        shared_in = share_in & ((pixel < KW - 1) | ((pixel >= 8) & (x0 + 8 < W)))[:, None]
 
     rc = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
     rs = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
@@ -289,6 +319,12 @@ def ring_backward(
         copy(queries.index(a), q_at + y * q_y, mask=use)
         copy(grads.index(a), g_at + y * W * o_x, mask=use)
         copy(outs.index(a), o_at + y * W * o_x, mask=use)
+        if TURN == 1:
+            for j in gl.static_range(2):
+                y = 2 * (first + a) - PY + j
+                use = shared_in & within(y, H)
+                copy(before.index(4 * a + j), dk_top + y * row_step + at, mask=use)
+                copy(before.index(4 * a + 2 + j), dv_top + y * row_step + at, mask=use)
         commit()
 
     # Heads first, then rows.
@@ -318,6 +354,12 @@ def ring_backward(
         copy(queries.index(q_free), q_at + (2 * later) * q_y, mask=use)
         copy(grads.index(q_free), g_at + (2 * later) * W * o_x, mask=use)
         copy(outs.index(q_free), o_at + (2 * later) * W * o_x, mask=use)
+        if TURN == 1:
+            for j in gl.static_range(2):
+                y = 2 * later - PY + j
+                use = shared_in & within(y, end)
+                copy(before.index(4 * q_free + j), dk_top + y * row_step + at, mask=use)
+                copy(before.index(4 * q_free + 2 + j), dv_top + y * row_step + at, mask=use)
         commit()
         stats_next = ()
         for h in gl.static_range(G):
@@ -383,12 +425,17 @@ def ring_backward(
                         # The walk leaves these rows behind.
                         channels(stages[2 * r - 2], h, D).store((dk_row * scale).to(dtype))
                         channels(stages[2 * r - 1], h, D).store(dv_row.to(dtype))
-                    if r == 2 and h == G - 1:
+                    if r == min(4, 2 * HALO) and h == G - 1:
                         for j in gl.static_range(2):
-                            there = share_in & within(2 * tile - PY + j, H)
-                            down = (2 * (tile - first) + j) * 256
-                            gl.store(dk_at + down, stages[2 * j].load(COPY), mask=there)
-                            gl.store(dv_at + down, stages[2 * j + 1].load(COPY), mask=there)
+                            y = 2 * tile - PY + j
+                            there = share_in & within(y, H)
+                            dk_out = stages[2 * j].load(COPY)
+                            dv_out = stages[2 * j + 1].load(COPY)
+                            if TURN == 1:
+                                dk_out = _plus(dk_out, before.index(4 * q_slot + j).load(COPY))
+                                dv_out = _plus(dv_out, before.index(4 * q_slot + 2 + j).load(COPY))
+                            gl.store(dk_top + y * row_step + at, dk_out, mask=there)
+                            gl.store(dv_top + y * row_step + at, dv_out, mask=there)
                 if r < 2 * HALO and r <= KH:
                     row = terms[r].to(gl.float32, bitcast=True)
                     p = exp2(gl.maximum(s0, s1) * scale_log2 - twice(stats[h] - row * scale_log2))
@@ -415,14 +462,28 @@ def ring_backward(
         q_free = gl.where(q_free == AHEAD, 0, q_free + 1)
 
     wait(0)
+    if TURN == 1:
+        # In the ring's place, all at once.
+        for r in gl.static_range(KEPT):
+            y = 2 * last - PY + r
+            use = shared_in & within(y, H)
+            copy(keys.index(r // 2).slice(r % 2 * 16, 16, 0), dk_top + y * row_step + at, mask=use)
+            copy(values.index(r // 2).slice(r % 2 * 16, 16, 0), dv_top + y * row_step + at, mask=use)
+        commit()
+        wait(0)
     for r in gl.static_range(KEPT):
         for h in gl.static_range(G):
             channels(stages[r % 2 * 2], h, D).store((dk[h * KEPT + r] * scale).to(dtype))
             channels(stages[r % 2 * 2 + 1], h, D).store(dv[h * KEPT + r].to(dtype))
-        there = share_in & within(2 * last - PY + r, H)
-        down = (2 * (last - first) + r) * 256
-        gl.store(dk_at + down, stages[r % 2 * 2].load(COPY), mask=there)
-        gl.store(dv_at + down, stages[r % 2 * 2 + 1].load(COPY), mask=there)
+        y = 2 * last - PY + r
+        there = share_in & within(y, H)
+        dk_out = stages[r % 2 * 2].load(COPY)
+        dv_out = stages[r % 2 * 2 + 1].load(COPY)
+        if TURN == 1:
+            dk_out = _plus(dk_out, keys.index(r // 2).slice(r % 2 * 16, 16, 0).load(COPY))
+            dv_out = _plus(dv_out, values.index(r // 2).slice(r % 2 * 16, 16, 0).load(COPY))
+        gl.store(dk_top + y * row_step + at, dk_out, mask=there)
+        gl.store(dv_top + y * row_step + at, dv_out, mask=there)
     # [program, 2·16 places, 16 channels]: column taps from place 0 on, row taps from 16 on.
     tm = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
     tc = gl.arange(0, D, gl.SliceLayout(0, MMA))[None, :]
