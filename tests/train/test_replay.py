@@ -191,3 +191,41 @@ def test_replayed_steps_move_weights_as_launched_ones_do(name: str, monkeypatch:
         assert moved > 1e-3
         # In a graph timm's Muon multiplies its bfloat16 update by a tensor: rounded once more.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=moved * 2**-8)
+
+
+def test_branches_of_a_step_are_the_step() -> None:
+    """Every parameter in one of them, with its group's options; stepped one after the other they are the whole."""
+
+    def build() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        shapes = [(16, 8, 3, 3), (8, 8), (24, 12), (7,), (5, 4, 1, 1), (3,), (6, 30)]
+        weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        groups = [{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:], "lr": 0.3}]
+        return weights, timm.optim.create_optimizer_v2(groups, opt="nmuon", lr=0.1)
+
+    (ours, optimizer), (theirs, whole) = build(), build()
+    for step in range(3):
+        torch.manual_seed(step)
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        ours[1].grad = theirs[1].grad = None  # takes no part
+        whole.step()
+        groups = optimizer.param_groups
+        dealt = replay.branches(optimizer, 3)
+        assert len(dealt) == 3
+        for own in dealt:
+            optimizer.param_groups = own
+            optimizer.step()
+        optimizer.param_groups = groups
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_branches_cost_about_the_same() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(64, n)) for n in (64, 64, 64, 64, 4096, 4096)]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    dealt = replay.branches(torch.optim.SGD(weights, lr=0.1), 2)
+    assert [sorted(p.shape[1] for group in own for p in group["params"]) for own in dealt] == [[64, 64, 4096]] * 2
+    assert len(replay.branches(torch.optim.SGD(weights[:2], lr=0.1), 8)) == 2

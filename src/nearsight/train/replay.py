@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from timm.optim.muon import Muon
 from torch import Tensor
 
 __all__ = ["ReplayedUpdate"]
@@ -15,6 +16,37 @@ __all__ = ["ReplayedUpdate"]
 LAUNCHED = 3
 # A rate of 0, where a warm-up begins: what can be captured divides by the rate, and 0/0 where a gradient is 0 too.
 SMALLEST = 1e-12
+
+
+# Muon steps matrix by matrix, a few thousand small kernels that wait for each other without need: so many branches of the
+# graph run side by side.
+BRANCHES = 8
+
+
+def branches(optimizer: torch.optim.Optimizer, count: int) -> list[list[dict[str, Any]]]:
+    """An optimiser's groups of parameters, dealt out to `count` lists of groups that cost about the same; empty ones left out."""
+    lists: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    costs = [0.0] * count
+    trained = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None]
+    for i, parameter in sorted(trained, key=lambda each: -_microseconds(each[1])):
+        chosen = costs.index(min(costs))
+        costs[chosen] += _microseconds(parameter)
+        group = optimizer.param_groups[i]
+        own = next((each for each in lists[chosen] if each["like"] is group), None)
+        if own is None:
+            own = {**group, "params": [], "like": group}
+            lists[chosen].append(own)
+        own["params"].append(parameter)
+    return [[{k: v for k, v in own.items() if k != "like"} for own in each] for each in lists if each]
+
+
+def _microseconds(parameter: Tensor) -> float:
+    """About how long Muon takes for a parameter: what is no matrix few kernels, a matrix some forty, and its products."""
+    if parameter.ndim < 2:
+        return 10.0
+    rows = parameter.shape[0]
+    columns = parameter.numel() // rows
+    return 60.0 + 2e-8 * parameter.numel() * min(rows, columns)
 
 
 class ReplayedUpdate:
@@ -86,9 +118,30 @@ class ReplayedUpdate:
             self._update()
 
     def _update(self) -> None:
+        self._clip()
+        self.optimizer.step()
+
+    def _clip(self) -> None:
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.optimizer.step()
+
+    def _update_side_by_side(self) -> None:
+        """The same for an optimiser to which one parameter is nothing to another, on several streams."""
+        self._clip()
+        here, groups = torch.cuda.current_stream(), self.optimizer.param_groups
+        streams = []
+        try:
+            for own in branches(self.optimizer, BRANCHES):
+                self.optimizer.param_groups = own
+                streams.append(torch.cuda.Stream())
+                streams[-1].wait_stream(here)
+                with torch.cuda.stream(streams[-1]):
+                    self.optimizer.step()
+                self.optimizer.param_groups = groups
+        finally:
+            self.optimizer.param_groups = groups
+        for stream in streams:
+            here.wait_stream(stream)
 
     def _capture(self, trained: list[Tensor]) -> None:
         given = [p.grad for p in trained]
@@ -101,7 +154,10 @@ class ReplayedUpdate:
             torch.cuda.synchronize()
             # Other threads may go on with the data.
             with self._stepping_at(self.rates), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._update()
+                if isinstance(self.optimizer, Muon):
+                    self._update_side_by_side()
+                else:
+                    self._update()
             self.graph = graph
         except Exception as error:  # whatever an optimiser does that a graph cannot hold
             self.failed = True
