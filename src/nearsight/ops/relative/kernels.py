@@ -105,21 +105,28 @@ def positions(
 
 
 @triton.jit
+def _of_rows(by_row_ptr, i, y, H, n, ROWS: tl.constexpr):
+    """The queries' logits by row of the key, of rows y on."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        at = (y + r) * n + i
+        rows = rows + (tl.load(by_row_ptr + at, mask=(i < n) & (at < H * n), other=OUTSIDE),)
+    return rows
+
+
+@triton.jit
 def _logits_of_row(
-    q, column, i, x, y, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n,
-    D: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Keys x of row y: themselves, the queries' logits of them but for the row's terms, and those."""
+    q, column, x, y, d, k_ptr, mask_ptr, q_n, W, n, D: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Keys x of row y: themselves, and the queries' logits of them but for the row's terms."""
     LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     j = y * W + x
-    at_row = y * n + i
     k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
     s = dot_add(q, tl.trans(k), column, LOGITS)
     if HAS_MASK:
         allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
         s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
-    a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
-    return k, s, a
+    return k, s
 
 
 @triton.jit
@@ -146,6 +153,7 @@ def _walk(
     WB: tl.constexpr,
     ROWS: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -160,18 +168,23 @@ def _walk(
         x = x0 + tl.arange(0, WB)
         there = (i < n)[:, None] & (x < W)[None, :]
         column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        rows = _of_rows(by_row_ptr, i, 0, H, n, ROWS)
         for y0 in range(0, H, ROWS):
             logits = ()
             addend = ()
             best = largest
+            if not AHEAD:
+                rows = _of_rows(by_row_ptr, i, y0, H, n, ROWS)
             for r in tl.static_range(ROWS):
-                _, s, a = _logits_of_row(
-                    q, column, i, x, y0 + r, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, D, HAS_MASK, PRECISION
-                )
+                _, s = _logits_of_row(q, column, x, y0 + r, d, k_ptr, mask_ptr, q_n, W, n, D, HAS_MASK, PRECISION)
+                a = rows[r].to(tl.float32)
                 if EXACT:
                     best = tl.maximum(best, tl.max(s, 1) + a)
                 logits = logits + (s,)
                 addend = addend + (a,)
+            if AHEAD:
+                # Too narrow for the compiler to fetch them a step before they are needed.
+                rows = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
             if EXACT:
                 fade = exp2((largest - best) * unit)
                 largest = best
@@ -195,8 +208,8 @@ def _walk(
 def _top(i, by_row_ptr, by_col_ptr, H, W, n, pitch, WB: tl.constexpr, HB: tl.constexpr):
     """The largest q·r^row + q·r^col of each query."""
     y = tl.arange(0, HB)
-    there = (y < H)[:, None] & (i < n)[None, :]
-    top = tl.max(tl.load(by_row_ptr + y[:, None] * n + i[None, :], mask=there, other=OUTSIDE).to(tl.float32), 0)
+    use = (y < H)[:, None] & (i < n)[None, :]
+    top = tl.max(tl.load(by_row_ptr + y[:, None] * n + i[None, :], mask=use, other=OUTSIDE).to(tl.float32), 0)
     of_cols = tl.full(i.shape, OUTSIDE, tl.float32)
     for x0 in range(0, W, WB):
         x = x0 + tl.arange(0, WB)
@@ -235,6 +248,7 @@ def forward(
     ROWS: tl.constexpr,
     HB: tl.constexpr,
     BOUND: tl.constexpr,
+    AHEAD: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -272,12 +286,12 @@ def forward(
             bound = _top(i, by_row_ptr, by_col_ptr, H, W, n, pitch, WB, HB) + reach
             out, total, largest = _walk(
                 q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, n, pitch, unit,
-                D, DV, DP, DVP, M, WB, ROWS, False, HAS_MASK, PRECISION,
+                D, DV, DP, DVP, M, WB, ROWS, False, AHEAD, HAS_MASK, PRECISION,
             )
         else:
             out, total, largest = _walk(
                 q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
-                D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
+                D, DV, DP, DVP, M, WB, ROWS, True, AHEAD, HAS_MASK, PRECISION,
             )
     else:
         out, total, largest = _walk(
@@ -303,6 +317,7 @@ def forward(
             WB,
             ROWS,
             True,
+            AHEAD,
             HAS_MASK,
             PRECISION,
         )
@@ -332,13 +347,14 @@ def _load_lse(lse_ptr, at, use, PRECISION: tl.constexpr):
 
 @triton.jit
 def _keys_of_row(
-    q, grad, column, lse, rest, i, x, y, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+    q, grad, column, row, lse, rest, x, y, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,
     D: tl.constexpr, DV: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys x of row y: themselves, the queries' weights of them, and g·v."""
+    """Keys x of row y: themselves, the queries' weights of them, to whose logits `row` belongs, and g·v."""
+    a = row.to(tl.float32)
     j = y * W + x
     v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-    k, s, a = _logits_of_row(q, column, i, x, y, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, D, HAS_MASK, PRECISION)
+    k, s = _logits_of_row(q, column, x, y, d, k_ptr, mask_ptr, q_n, W, n, D, HAS_MASK, PRECISION)
     if PRECISION == "tf32":
         p = exp2(s * unit + (a * unit - lse)[:, None])
     else:
@@ -378,6 +394,7 @@ def query_gradients(
     WB: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     CHANNELS: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -420,8 +437,9 @@ def query_gradients(
             there = use[:, None] & (x < W)[None, :]
             column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE)
             for y in range(H):
+                rows = _of_rows(by_row_ptr, i, y, H, n, 1)
                 _, p, dp = _keys_of_row(
-                    q, grad, column, lse, rest, i, x, y, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+                    q, grad, column, rows[0], lse, rest, x, y, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,
                     D, DV, HAS_MASK, PRECISION,
                 )  # fmt: skip
                 delta += tl.sum(p * dp, 1)
@@ -433,11 +451,17 @@ def query_gradients(
         there = use[:, None] & (x < W)[None, :]
         column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
         of_column = tl.zeros((M, WB), tl.float32)
+        ahead = _of_rows(by_row_ptr, i, 0, H, n, ROWS)
         for y0 in range(0, H, ROWS):
             of_rows = tl.zeros((M, 8), tl.float32)
+            if AHEAD:
+                rows = ahead
+                ahead = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
+            else:
+                rows = _of_rows(by_row_ptr, i, y0, H, n, ROWS)
             for r in tl.static_range(ROWS):
                 k, p, dp = _keys_of_row(
-                    q, grad, column, lse, rest, i, x, y0 + r, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+                    q, grad, column, rows[r], lse, rest, x, y0 + r, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,
                     D, DV, HAS_MASK, PRECISION,
                 )  # fmt: skip
                 ds = p * (dp - delta[:, None])

@@ -46,10 +46,14 @@ def _by_offset(found, y, x, H, W, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _keys(block, N: tl.constexpr, KC: tl.constexpr):
-    """Rows and columns of a block of keys."""
-    j = tl.arange(0, N)
-    return block * (N // KC) + j // KC, j % KC
+def _keys(block, H, W, N: tl.constexpr, KC: tl.constexpr, FULL: tl.constexpr):
+    """A block of keys: the first pixel of its rows, the keys from there, which of them are there, and their rows and columns."""
+    t = tl.arange(0, N)
+    first = block * (N // KC)
+    row, col = t // KC, t % KC
+    here = (t < N) if FULL else (row < H - first) & (col < W)
+    # A number and the same places in every block, which need no registers of their own.
+    return first * W, row * W + col, here, first + row, col
 
 
 @triton.jit
@@ -95,10 +99,11 @@ def small_forward(
     PRECISION: tl.constexpr,
 ):
     """M queries of one head of `span` images: their outputs and log₂ Σ 2^logit."""
-    i = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    query = tl.program_id(0) % tiles * M + tl.arange(0, M)
     h = tl.program_id(0) // tiles
     first = tl.program_id(1) * span
-    use = i < n
+    use = query < n
+    y, x = query // W, query % W
     dtype = q_ptr.dtype.element_ty
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
@@ -109,34 +114,37 @@ def small_forward(
     ones = tl.full((N, 8), 1.0, dtype)
     image = first.to(tl.int64)
     for _ in range(first, tl.minimum(first + span, batch)):
+        # Always 0, but not known before the loop: places made from it are not kept in registers from one image to the next.
+        nothing = tl.minimum(image, 0).to(tl.int32)
+        i = query + nothing
         q = _tile(q_ptr + image * q_b + h * D, i, d, q_n, use, D)
-        position = _positions(q, tables, i // W, i % W, H, W, SIDE, PB, PRECISION)
+        position = _positions(q, tables, y + nothing, x + nothing, H, W, SIDE, PB, PRECISION)
         largest = tl.full((M,), OUTSIDE, tl.float32)
         out = tl.zeros((M, DVP), tl.float32)
         total = tl.zeros((M, 8), tl.float32)
         for block in tl.static_range(BLOCKS):
-            y, x = _keys(block, N, KC)
-            here = (y < H) & (x < W)
-            k = _tile(k_ptr + image * q_b + h * D, y * W + x, d, q_n, here, D)
-            v = _tile(v_ptr + image * q_b + h * DV, y * W + x, e, q_n, here, DV)
-            s = dot(position, tl.trans(_one_hot(y, x, SIDE, PB, dtype)), PRECISION)
+            begin, j, here, row, col = _keys(block, H, W, N, KC, FULL)
+            j += nothing
+            k = _tile(k_ptr + (image * q_b + h * D + begin * q_n), j, d, q_n, here, D)
+            v = _tile(v_ptr + (image * q_b + h * DV + begin * q_n), j, e, q_n, here, DV)
+            s = dot(position, tl.trans(_one_hot(row, col, SIDE, PB, dtype)), PRECISION)
             s = dot_add(q, tl.trans(k), s, PRECISION)
             if not FULL:
                 s = tl.where(here[None, :], s, OUTSIDE)
-            best = tl.maximum(largest, tl.max(s, 1))
+            best = tl.maximum(largest, tl.max(s, 1) * unit)
             if block > 0:
-                fade = exp2((largest - best) * unit)
+                fade = exp2(largest - best)
                 out *= fade[:, None]
                 total *= fade[:, None]
             largest = best
-            # The difference first: logits may be large.
-            p = exp2((s - best[:, None]) * unit).to(dtype)
+            # In one step, which rounds once: what `best` was rounded by, all weights of a query share.
+            p = exp2(s * unit - best[:, None]).to(dtype)
             out = dot_add(p, v, out, PRECISION)
             total = dot_add(p, ones, total, PRECISION)
         sums = tl.max(total, 1)
-        to = out_ptr + ((image * n + i) * heads + h)[:, None] * DV + e[None, :]
+        to = out_ptr + (image * n * heads + h) * DV + i[:, None] * (heads * DV) + e[None, :]
         tl.store(to, (out * reciprocal(sums)[:, None]).to(dtype), mask=use[:, None] & (e < DV)[None, :])
-        tl.store(lse_ptr + (image * heads + h) * n + i, largest * unit + tl.log2(sums), mask=use)
+        tl.store(lse_ptr + (image * heads + h) * n + i, largest + tl.log2(sums), mask=use)
         image += 1
 
 
@@ -193,8 +201,9 @@ def small_gradients(
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles
     first = tl.program_id(1) * span
-    i = tile * M + tl.arange(0, M)
-    use = i < n
+    query = tile * M + tl.arange(0, M)
+    use = query < n
+    y, x = query // W, query % W
     dtype = q_ptr.dtype.element_ty
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
@@ -204,27 +213,29 @@ def small_gradients(
     dtables = tl.zeros((4 * SIDE, DP), tl.float32)
     image = first.to(tl.int64)
     for _ in range(first, tl.minimum(first + span, batch)):
-        at = (image * heads + h) * n + i
+        # Always 0, but not known before the loop: places made from it are not kept in registers from one image to the next.
+        nothing = tl.minimum(image, 0).to(tl.int32)
+        i = query + nothing
+        at = (image * heads + h) * n
         q = _tile(q_ptr + image * q_b + h * D, i, d, q_n, use, D)
         beside = image * n * heads * DV + h * DV
         grad = _tile(grad_ptr + beside, i, e, heads * DV, use, DV)
         y_out = _tile(out_ptr + beside, i, e, heads * DV, use, DV)
-        lse = tl.load(lse_ptr + at, mask=use, other=0.0)
+        lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
         delta = tl.sum(grad.to(tl.float32) * y_out.to(tl.float32), 1)
-        position = _positions(q, tables, i // W, i % W, H, W, SIDE, PB, PRECISION)
+        position = _positions(q, tables, y + nothing, x + nothing, H, W, SIDE, PB, PRECISION)
         if not WHOLE:
             c = tl.arange(0, PB)
-            tl.store(position_ptr + at[:, None] * PB + c[None, :], position, mask=use[:, None])
-            tl.store(delta_ptr + at, delta, mask=use)
+            tl.store(position_ptr + at * PB + i[:, None] * PB + c[None, :], position, mask=use[:, None])
+            tl.store(delta_ptr + at + i, delta, mask=use)
         dq = tl.zeros((M, DP), tl.float32)
         dposition = tl.zeros((M, PB), tl.float32)
         for block in tl.static_range(BLOCKS):
-            y, x = _keys(block, N, KC)
-            here = (y < H) & (x < W)
-            j = y * W + x
-            k = _tile(k_ptr + image * q_b + h * D, j, d, q_n, here, D)
-            v = _tile(v_ptr + image * q_b + h * DV, j, e, q_n, here, DV)
-            one_hot = _one_hot(y, x, SIDE, PB, dtype)
+            begin, j, here, row, col = _keys(block, H, W, N, KC, FULL)
+            j += nothing
+            k = _tile(k_ptr + (image * q_b + h * D + begin * q_n), j, d, q_n, here, D)
+            v = _tile(v_ptr + (image * q_b + h * DV + begin * q_n), j, e, q_n, here, DV)
+            one_hot = _one_hot(row, col, SIDE, PB, dtype)
             s = dot(position, tl.trans(one_hot), PRECISION)
             s = dot_add(q, tl.trans(k), s, PRECISION)
             p = exp2(s * unit - lse[:, None])
@@ -236,14 +247,15 @@ def small_gradients(
             if WHOLE:
                 dk = dot(tl.trans(ds), q, PRECISION)
                 dv = dot(tl.trans(p.to(dtype)), grad, PRECISION)
-                to = (image * n + j)[:, None] * CHANNELS
-                mask = here[:, None]
-                tl.store(dk_ptr + to + h * D + d[None, :], (dk * scale).to(dtype), mask=mask & (d < D)[None, :])
-                tl.store(dv_ptr + to + h * DV + e[None, :], dv.to(dtype), mask=mask & (e < DV)[None, :])
-        dlogits = _by_offset(dposition.to(dtype), i // W, i % W, H, W, SIDE)
+                base = (image * n + begin) * CHANNELS
+                to = dk_ptr + (base + h * D) + j[:, None] * CHANNELS + d[None, :]
+                tl.store(to, (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
+                to = dv_ptr + (base + h * DV) + j[:, None] * CHANNELS + e[None, :]
+                tl.store(to, dv.to(dtype), mask=here[:, None] & (e < DV)[None, :])
+        dlogits = _by_offset(dposition.to(dtype), y + nothing, x + nothing, H, W, SIDE)
         dq = dot_add(dlogits, tables, dq, PRECISION)
         dtables = dot_add(tl.trans(dlogits), q, dtables, PRECISION)
-        to = dq_ptr + (image * n + i)[:, None] * CHANNELS + h * D + d[None, :]
+        to = dq_ptr + (image * n * CHANNELS + h * D) + i[:, None] * CHANNELS + d[None, :]
         tl.store(to, (dq * scale).to(dtype), mask=use[:, None] & (d < D)[None, :])
         image += 1
     o = tl.arange(0, 4 * SIDE)
@@ -297,9 +309,8 @@ def small_key_gradients(
     dtype = q_ptr.dtype.element_ty
     q_b = units_b * UNIT
     q_n = units_n * UNIT
-    y, x = _keys(tl.program_id(0) % tiles, N, KC)
-    here = (y < H) & (x < W)
-    j = y * W + x
+    begin, j, here, y, x = _keys(tl.program_id(0) % tiles, H, W, N, KC, False)
+    j += begin
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     c = tl.arange(0, PB)
