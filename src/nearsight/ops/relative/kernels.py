@@ -42,7 +42,7 @@ def _line(line, H, W, LB: tl.constexpr, OF_ROWS: tl.constexpr):
     return pixel, use, lines
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "span"])
 def positions(
     q_ptr,
     k_ptr,
@@ -595,7 +595,7 @@ def key_gradients(
     tl.store(dv_ptr + to + h * DV + e[None, :], dv.to(dtype), mask=here[:, None] & (e < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "span"])
 def position_gradients(
     q_ptr,
     table_ptr,

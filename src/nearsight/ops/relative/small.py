@@ -28,11 +28,11 @@ class Tile(NamedTuple):
 
 
 # Not timed yet.
-FORWARD = Tile(64, 64, 4, 128)
-GRADIENTS = Tile(64, 64, 4, 168)
+FORWARD = Tile(64, 64, 4, 128, 1)
+GRADIENTS = Tile(64, 64, 4, 168, 1)
 KEY_GRADIENTS = Tile(64, 64, 4, 128, 1)
 # Programs wanted: each goes along the batch.
-PROGRAMS = 2048
+PROGRAMS = 1024
 
 
 def fits(call: RelativeCall) -> bool:

@@ -63,7 +63,7 @@ def _one_hot(y, x, SIDE: tl.constexpr, PB: tl.constexpr, dtype: tl.constexpr):
     return tl.where((c == y[:, None]) | (c == SIDE + x[:, None]), 1.0, 0.0).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "span"])
 def small_forward(
     q_ptr,
     k_ptr,
@@ -148,7 +148,7 @@ def small_forward(
         image += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "span"])
 def small_gradients(
     q_ptr,
     k_ptr,
