@@ -195,7 +195,9 @@ def test_more_images_than_programs_along_the_batch():
 
 
 @interpreted
-@pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, (8, 8)), (HALF, (7, 5)), (BFLOAT, (1, 9)), (BFLOAT, (16, 2)), (HALF, (1, 1))])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(BFLOAT, (8, 8)), (HALF, (7, 5)), (BFLOAT, (1, 9)), (BFLOAT, (16, 2)), (HALF, (1, 1))]
+)
 def test_small_maps(dtype, size):
     """One tile of queries, whose keys' gradients come with theirs: full, with padding, one row, one pixel."""
     compare(make(dtype, size, 2, 2, 20, 3, shared=False), 2, 20)
@@ -205,7 +207,9 @@ def test_small_maps(dtype, size):
 @pytest.mark.parametrize(("queries", "keys"), [(64, 64), (16, 32)])
 def test_small_maps_in_tiles(queries, keys):
     """Several tiles of queries and blocks of keys, the last with rows that are not there."""
-    tiles = {n: getattr(small, n)._replace(queries=queries, keys=keys) for n in ("FORWARD", "GRADIENTS", "KEY_GRADIENTS")}
+    tiles = {
+        n: getattr(small, n)._replace(queries=queries, keys=keys) for n in ("FORWARD", "GRADIENTS", "KEY_GRADIENTS")
+    }
     with changed(small, **tiles):
         compare(make(BFLOAT, (11, 9), 1, 1, 20, 2), 1, 20)
 

@@ -1,7 +1,8 @@
 """Triton kernels of global attention with two-dimensional relative positions. Equations and choices are in README.md.
 
 Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
-(h·DV for values); strides are passed as so many UNITs, so that the compiler knows what divides them. The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
+(h·DV for values). Strides come as so many UNITs, so that the compiler knows what divides them. The position logits q·r lie as
+[B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
 Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
 In float32 LOGITS are plain products: what three TF32 ones leave out of a logit of some hundreds shows in every weight.
 """

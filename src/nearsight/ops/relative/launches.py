@@ -11,7 +11,17 @@ from torch import Tensor
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two, register_cap
 
-__all__ = ["KeyTile", "QueryTile", "RelativeCall", "attend", "empty_outputs", "gradients", "make_call", "padded", "per_head"]
+__all__ = [
+    "KeyTile",
+    "QueryTile",
+    "RelativeCall",
+    "attend",
+    "empty_outputs",
+    "gradients",
+    "make_call",
+    "padded",
+    "per_head",
+]
 
 
 class QueryTile(NamedTuple):
@@ -100,7 +110,11 @@ class RelativeCall(NamedTuple):
         return {**dims, "DP": padded(self.dim), "DVP": padded(self.value_dim)}
 
     def flags(self) -> dict[str, Any]:
-        return {"HAS_MASK": self.mask is not None, "UNIT": self.stride_unit, "PRECISION": dot_precision(self.packed.dtype)}
+        return {
+            "HAS_MASK": self.mask is not None,
+            "UNIT": self.stride_unit,
+            "PRECISION": dot_precision(self.packed.dtype),
+        }
 
     @property
     def stride_unit(self) -> int:
@@ -152,7 +166,7 @@ class RelativeCall(NamedTuple):
             "OF_ROWS": of_rows,
             "UNIT": self.stride_unit,
             "PRECISION": dot_precision(self.packed.dtype),
-            "num_warps": 8 if self.large else 4 if max(self.height, self.width) > 32 else 2,
+            "num_warps": 8 if max(self.height, self.width) > 32 or self.large else 2,
             "num_stages": 2,
         }
         return (self.heads * lines, -(-batch // span)), span, constants

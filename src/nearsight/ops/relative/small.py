@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearsight.ops.relative.launches import RelativeCall, empty_outputs, padded, per_head
+from nearsight.ops.relative.launches import RelativeCall, empty_outputs, per_head
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two, register_cap
 
@@ -45,14 +45,14 @@ def fits(call: RelativeCall) -> bool:
 def _constants(call: RelativeCall, tile: Tile) -> dict[str, Any]:
     columns = next_power_of_two(call.width)
     side = max(4, next_power_of_two(max(call.height, call.width)))
-    keys = min(tile.keys, max(16, columns * next_power_of_two(call.height)))
-    queries = min(tile.queries, padded(call.packed.shape[1]))
+    pixels = max(16, columns * next_power_of_two(call.height))
+    queries, keys = min(tile.queries, pixels), min(tile.keys, pixels)
     warps = max(1, tile.warps * queries // tile.queries)
     return {
         **call.head_dims(),
         "M": queries,
         "N": keys,
-        "KC": columns,
+        "COLS": columns,
         "SIDE": side,
         "PB": max(16, 2 * side),
         "UNIT": call.stride_unit,
@@ -63,17 +63,22 @@ def _constants(call: RelativeCall, tile: Tile) -> dict[str, Any]:
     }
 
 
-def _blocks(call: RelativeCall, constants: dict[str, Any]) -> dict[str, Any]:
-    """How many blocks of keys there are, and whether all of them are keys of the map."""
-    rows = constants["N"] // constants["KC"]
-    full = constants["KC"] == call.width and call.height % rows == 0
-    return {"BLOCKS": -(-call.height // rows), "FULL": full}
+def _blocks(call: RelativeCall, constants: dict[str, Any], of: str) -> int:
+    """How many blocks of M queries or N keys the map has."""
+    return -(-call.height * constants["COLS"] // constants[of])
 
 
-def _grid(call: RelativeCall, queries: int) -> tuple[int, tuple[int, int], int]:
+def _of_keys(call: RelativeCall, constants: dict[str, Any]) -> dict[str, Any]:
+    """The blocks of keys, and whether all blocks hold nothing but pixels of the map."""
+    rows = max(constants["M"], constants["N"]) // constants["COLS"]
+    full = constants["COLS"] == call.width and call.height % rows == 0
+    return {"BLOCKS": _blocks(call, constants, "N"), "FULL": full}
+
+
+def _grid(call: RelativeCall, constants: dict[str, Any]) -> tuple[int, tuple[int, int], int]:
     """Tiles of queries of a map, the grid of the kernels that go along the batch, and images per program."""
-    batch, n, _ = call.packed.shape
-    tiles = -(-n // queries)
+    batch = call.packed.shape[0]
+    tiles = _blocks(call, constants, "M")
     lines = call.heads * tiles
     span = -(-batch // max(1, min(batch, -(-PROGRAMS // lines))))
     return tiles, (lines, -(-batch // span)), span
@@ -91,14 +96,14 @@ def attend(call: RelativeCall) -> tuple[Tensor, Tensor]:
     if out.numel() == 0:
         return out, lse
     constants = _constants(call, FORWARD)
-    tiles, grid, span = _grid(call, constants["M"])
+    tiles, grid, span = _grid(call, constants)
     launch(
         small_kernels.small_forward,
         grid,
         *(*call.views(call.packed), call.rel_row, call.rel_col, out, lse, *call.strides()),
         *(per_head(call.rel_row), per_head(call.rel_col), *_sizes(call), tiles, span, call.unit),
         **constants,
-        **_blocks(call, constants),
+        **_of_keys(call, constants),
     )
     return out, lse
 
@@ -113,7 +118,7 @@ def gradients(call: RelativeCall, grad: Tensor, out: Tensor, lse: Tensor) -> tup
     views = call.views(call.packed)
     dq, dk, dv = call.views(dpacked)
     constants = _constants(call, GRADIENTS)
-    tiles, grid, span = _grid(call, constants["M"])
+    tiles, grid, span = _grid(call, constants)
     whole = tiles == 1
     position = delta = None
     if not whole:
@@ -129,11 +134,11 @@ def gradients(call: RelativeCall, grad: Tensor, out: Tensor, lse: Tensor) -> tup
         CHANNELS=channels,
         WHOLE=whole,
         **constants,
-        **_blocks(call, constants),
+        **_of_keys(call, constants),
     )
     if not whole:
         constants = _constants(call, KEY_GRADIENTS)
-        tiles = _blocks(call, constants)["BLOCKS"]
+        tiles = _blocks(call, constants, "N")
         launch(
             small_kernels.small_key_gradients,
             (batch * call.heads * tiles,),

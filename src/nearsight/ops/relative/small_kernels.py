@@ -1,8 +1,8 @@
 """Triton kernels of attention with relative positions on small maps, in half types without a mask: README.md, "Small maps".
 
 Pixels, strides and `unit` are as in `kernels.py`. Both tables of a head lie one below the other, [4·SIDE, D], offsets of columns
-from 2·SIDE on; a query's logits by row and by column of the key lie side by side, [queries, PB], columns from SIDE on. Keys
-come in blocks of N / KC rows of KC columns.
+from 2·SIDE on; a query's logits by row and by column of the key lie side by side, [queries, PB], columns from SIDE on.
+Queries and keys come in blocks of whole rows, of COLS columns each.
 """
 # mypy: ignore-errors
 
@@ -46,13 +46,15 @@ def _by_offset(found, y, x, H, W, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _keys(block, H, W, N: tl.constexpr, KC: tl.constexpr, FULL: tl.constexpr):
-    """A block of keys: the first pixel of its rows, the keys from there, which of them are there, and their rows and columns."""
-    t = tl.arange(0, N)
-    first = block * (N // KC)
-    row, col = t // KC, t % KC
+def _block(number, nothing, H, W, N: tl.constexpr, COLS: tl.constexpr, FULL: tl.constexpr):
+    """A block of pixels: the first of its rows, the pixels from there, which of them are there, and their rows and columns.
+
+    `nothing` is always 0, but not known before a loop: what is made from it takes no registers from one image to the next.
+    """
+    t = tl.arange(0, N) + nothing
+    first = number * (N // COLS)
+    row, col = t // COLS, t % COLS
     here = (t < N) if FULL else (row < H - first) & (col < W)
-    # A number and the same places in every block, which need no registers of their own.
     return first * W, row * W + col, here, first + row, col
 
 
@@ -91,7 +93,7 @@ def small_forward(
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KC: tl.constexpr,
+    COLS: tl.constexpr,
     SIDE: tl.constexpr,
     PB: tl.constexpr,
     FULL: tl.constexpr,
@@ -99,31 +101,27 @@ def small_forward(
     PRECISION: tl.constexpr,
 ):
     """M queries of one head of `span` images: their outputs and log₂ Σ 2^logit."""
-    query = tl.program_id(0) % tiles * M + tl.arange(0, M)
+    tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles
     first = tl.program_id(1) * span
-    use = query < n
-    y, x = query // W, query % W
     dtype = q_ptr.dtype.element_ty
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
-    # What divides them is all the compiler may know of strides that 16 does not divide.
     q_b = units_b * UNIT
     q_n = units_n * UNIT
     tables = _tables(row_ptr + h * row_h, col_ptr + h * col_h, d, H, W, D, SIDE).to(dtype)
     ones = tl.full((N, 8), 1.0, dtype)
     image = first.to(tl.int64)
     for _ in range(first, tl.minimum(first + span, batch)):
-        # Always 0, but not known before the loop: places made from it are not kept in registers from one image to the next.
-        nothing = tl.minimum(image, 0).to(tl.int32)
-        i = query + nothing
-        q = _tile(q_ptr + image * q_b + h * D, i, d, q_n, use, D)
-        position = _positions(q, tables, y + nothing, x + nothing, H, W, SIDE, PB, PRECISION)
+        nothing = (image < 0).to(tl.int32)
+        start, i, use, y, x = _block(tile, nothing, H, W, M, COLS, FULL)
+        q = _tile(q_ptr + (image * q_b + h * D + start * q_n), i, d, q_n, use, D)
+        position = _positions(q, tables, y, x, H, W, SIDE, PB, PRECISION)
         largest = tl.full((M,), OUTSIDE, tl.float32)
         out = tl.zeros((M, DVP), tl.float32)
         total = tl.zeros((M, 8), tl.float32)
         for block in tl.static_range(BLOCKS):
-            begin, j, here, row, col = _keys(block, H, W, N, KC, FULL)
+            begin, j, here, row, col = _block(block, 0, H, W, N, COLS, FULL)
             j += nothing
             k = _tile(k_ptr + (image * q_b + h * D + begin * q_n), j, d, q_n, here, D)
             v = _tile(v_ptr + (image * q_b + h * DV + begin * q_n), j, e, q_n, here, DV)
@@ -142,9 +140,9 @@ def small_forward(
             out = dot_add(p, v, out, PRECISION)
             total = dot_add(p, ones, total, PRECISION)
         sums = tl.max(total, 1)
-        to = out_ptr + (image * n * heads + h) * DV + i[:, None] * (heads * DV) + e[None, :]
+        to = out_ptr + ((image * n + start) * heads + h) * DV + i[:, None] * (heads * DV) + e[None, :]
         tl.store(to, (out * reciprocal(sums)[:, None]).to(dtype), mask=use[:, None] & (e < DV)[None, :])
-        tl.store(lse_ptr + (image * heads + h) * n + i, largest + tl.log2(sums), mask=use)
+        tl.store(lse_ptr + (image * heads + h) * n + start + i, largest + tl.log2(sums), mask=use)
         image += 1
 
 
@@ -184,7 +182,7 @@ def small_gradients(
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
-    KC: tl.constexpr,
+    COLS: tl.constexpr,
     SIDE: tl.constexpr,
     PB: tl.constexpr,
     FULL: tl.constexpr,
@@ -201,9 +199,6 @@ def small_gradients(
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles
     first = tl.program_id(1) * span
-    query = tile * M + tl.arange(0, M)
-    use = query < n
-    y, x = query // W, query % W
     dtype = q_ptr.dtype.element_ty
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
@@ -213,17 +208,16 @@ def small_gradients(
     dtables = tl.zeros((4 * SIDE, DP), tl.float32)
     image = first.to(tl.int64)
     for _ in range(first, tl.minimum(first + span, batch)):
-        # Always 0, but not known before the loop: places made from it are not kept in registers from one image to the next.
-        nothing = tl.minimum(image, 0).to(tl.int32)
-        i = query + nothing
-        at = (image * heads + h) * n
-        q = _tile(q_ptr + image * q_b + h * D, i, d, q_n, use, D)
-        beside = image * n * heads * DV + h * DV
+        nothing = (image < 0).to(tl.int32)
+        start, i, use, y, x = _block(tile, nothing, H, W, M, COLS, FULL)
+        at = (image * heads + h) * n + start
+        q = _tile(q_ptr + (image * q_b + h * D + start * q_n), i, d, q_n, use, D)
+        beside = ((image * n + start) * heads + h) * DV
         grad = _tile(grad_ptr + beside, i, e, heads * DV, use, DV)
         y_out = _tile(out_ptr + beside, i, e, heads * DV, use, DV)
         lse = tl.load(lse_ptr + at + i, mask=use, other=0.0)
         delta = tl.sum(grad.to(tl.float32) * y_out.to(tl.float32), 1)
-        position = _positions(q, tables, y + nothing, x + nothing, H, W, SIDE, PB, PRECISION)
+        position = _positions(q, tables, y, x, H, W, SIDE, PB, PRECISION)
         if not WHOLE:
             c = tl.arange(0, PB)
             tl.store(position_ptr + at * PB + i[:, None] * PB + c[None, :], position, mask=use[:, None])
@@ -231,7 +225,7 @@ def small_gradients(
         dq = tl.zeros((M, DP), tl.float32)
         dposition = tl.zeros((M, PB), tl.float32)
         for block in tl.static_range(BLOCKS):
-            begin, j, here, row, col = _keys(block, H, W, N, KC, FULL)
+            begin, j, here, row, col = _block(block, 0, H, W, N, COLS, FULL)
             j += nothing
             k = _tile(k_ptr + (image * q_b + h * D + begin * q_n), j, d, q_n, here, D)
             v = _tile(v_ptr + (image * q_b + h * DV + begin * q_n), j, e, q_n, here, DV)
@@ -252,10 +246,10 @@ def small_gradients(
                 tl.store(to, (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
                 to = dv_ptr + (base + h * DV) + j[:, None] * CHANNELS + e[None, :]
                 tl.store(to, dv.to(dtype), mask=here[:, None] & (e < DV)[None, :])
-        dlogits = _by_offset(dposition.to(dtype), y + nothing, x + nothing, H, W, SIDE)
+        dlogits = _by_offset(dposition.to(dtype), y, x, H, W, SIDE)
         dq = dot_add(dlogits, tables, dq, PRECISION)
         dtables = dot_add(tl.trans(dlogits), q, dtables, PRECISION)
-        to = dq_ptr + (image * n * CHANNELS + h * D) + i[:, None] * CHANNELS + d[None, :]
+        to = dq_ptr + ((image * n + start) * CHANNELS + h * D) + i[:, None] * CHANNELS + d[None, :]
         tl.store(to, (dq * scale).to(dtype), mask=use[:, None] & (d < D)[None, :])
         image += 1
     o = tl.arange(0, 4 * SIDE)
@@ -292,7 +286,7 @@ def small_key_gradients(
     DVP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    KC: tl.constexpr,
+    COLS: tl.constexpr,
     SIDE: tl.constexpr,
     PB: tl.constexpr,
     UNIT: tl.constexpr,
@@ -309,7 +303,7 @@ def small_key_gradients(
     dtype = q_ptr.dtype.element_ty
     q_b = units_b * UNIT
     q_n = units_n * UNIT
-    begin, j, here, y, x = _keys(tl.program_id(0) % tiles, H, W, N, KC, False)
+    begin, j, here, y, x = _block(tl.program_id(0) % tiles, 0, H, W, N, COLS, False)
     j += begin
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
