@@ -8,7 +8,7 @@ import torch
 from nearsight.errors import BackendError
 from nearsight.layers import relative_attention
 from nearsight.layers.relative_attention import RelativeAttention2d
-from nearsight.ops.relative import launches, triton_impl
+from nearsight.ops.relative import launches, small, triton_impl
 from tests.ops.test_relative import definition
 from tests.ops.triton.interpreter import interpreted
 from tests.support.accuracy import assert_by_error_rule
@@ -47,13 +47,24 @@ def by_definition(heads=1, dim=4, scale=0.5):
 
 
 @contextmanager
-def bounded_from(pixels):
-    before = launches.BOUNDED
-    launches.BOUNDED = pixels
+def changed(module, **constants):
+    before = {name: getattr(module, name) for name in constants}
     try:
+        for name, value in constants.items():
+            setattr(module, name, value)
         yield
     finally:
-        launches.BOUNDED = before
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def bounded_from(pixels):
+    return changed(launches, BOUNDED=pixels)
+
+
+def small_up_to(longest):
+    """Maps of longer sides take the general kernels; with 0 all do."""
+    return changed(small, LONGEST=longest)
 
 
 def compare(inputs, heads=1, dim=4, **options):
@@ -62,8 +73,10 @@ def compare(inputs, heads=1, dim=4, **options):
 
 @interpreted
 @pytest.mark.parametrize(("dtype", "shared"), [(FLOAT, True), (FLOAT, False), (BFLOAT, True), (HALF, False)])
-def test_every_dtype(dtype, shared):
-    compare(make(dtype, heads=2, shared=shared), heads=2)
+@pytest.mark.parametrize("longest", [0, 16])
+def test_every_dtype(dtype, shared, longest):
+    with small_up_to(longest):
+        compare(make(dtype, heads=2, shared=shared), heads=2)
 
 
 @interpreted
@@ -154,7 +167,7 @@ def test_large_logits(pixels):
 @pytest.mark.parametrize(("dtype", "size"), [(FLOAT, (7, 5)), (FLOAT, (5, 17)), (BFLOAT, (2, 9))])
 def test_bounded_logits(dtype, size):
     """What larger maps do: a bound of the logits instead of their maximum."""
-    with bounded_from(1):
+    with bounded_from(1), small_up_to(0):
         compare(make(dtype, size, heads=2, shared=False), heads=2)
 
 
@@ -179,6 +192,63 @@ def test_more_images_than_programs_along_the_batch():
         compare(make(batch=3, size=(2, 3)))
     finally:
         launches.PROGRAMS = before
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(BFLOAT, (8, 8)), (HALF, (7, 5)), (BFLOAT, (1, 9)), (BFLOAT, (16, 2)), (HALF, (1, 1))]
+)
+def test_small_maps(dtype, size):
+    """One tile of queries, whose keys' gradients come with theirs: full, with padding, one row, one pixel."""
+    compare(make(dtype, size, 2, 2, 20, 3, shared=False), 2, 20)
+
+
+@interpreted
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (16, 32)])
+def test_small_maps_in_tiles(queries, keys):
+    """Several tiles of queries and blocks of keys, the last with rows that are not there."""
+    tiles = {
+        n: getattr(small, n)._replace(queries=queries, keys=keys) for n in ("FORWARD", "GRADIENTS", "KEY_GRADIENTS")
+    }
+    with changed(small, **tiles):
+        compare(make(BFLOAT, (11, 9), 1, 1, 20, 2), 1, 20)
+
+
+@interpreted
+@pytest.mark.parametrize(("dim", "values"), [(4, 1), (64, 17)])
+def test_small_maps_head_dims(dim, values):
+    compare(make(BFLOAT, (3, 4), dim=dim, values=values), dim=dim, scale=dim**-0.5)
+
+
+@interpreted
+def test_small_maps_large_logits():
+    """Several hundred, and a later block of keys may bring the largest."""
+    tiles = {n: getattr(small, n)._replace(keys=32) for n in ("FORWARD", "GRADIENTS")}
+    with changed(small, **tiles):
+        compare(make(BFLOAT, (9, 10), batch=2, spread=8.0), scale=1.0)
+
+
+@interpreted
+def test_small_maps_more_images_than_programs():
+    with changed(small, PROGRAMS=2):
+        compare(make(BFLOAT, (2, 3), batch=3))
+
+
+@interpreted
+def test_which_maps_are_small():
+    def fits(dtype=BFLOAT, size=(16, 16), dim=64, values=64, mask=None):
+        inputs = make(dtype, size, dim=dim, values=values, mask=mask)
+        packed, *rest = inputs.values()
+        return small.fits(launches.make_call(packed.flatten(1, 2), *rest, 1, dim, size[0], 0.5))
+
+    assert fits()
+    assert fits(HALF)
+    assert not fits(FLOAT)
+    assert not fits(size=(17, 2))
+    assert not fits(size=(2, 17))
+    assert not fits(dim=65)
+    assert not fits(values=65)
+    assert not fits(mask=0.5)
 
 
 @interpreted

@@ -1,7 +1,8 @@
 """Triton kernels of global attention with two-dimensional relative positions. Equations and choices are in README.md.
 
 Pixels are numbered row by row, i = y·W + x. q, k, v and their gradients are [B, n, …] with strides `_b` and `_n`, head h at h·D
-(h·DV for values). The position logits q·r lie as [B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
+(h·DV for values). Strides come as so many UNITs, so that the compiler knows what divides them. The position logits q·r lie as
+[B·heads, H, n], by row of the key, and as [B·heads, n, pitch], by its column.
 Logits are kept unscaled in the products; `unit` = scale·log₂e makes them exponents of 2.
 In float32 LOGITS are plain products: what three TF32 ones leave out of a logit of some hundreds shows in every weight.
 """
@@ -31,19 +32,27 @@ def _tile(base, at, channel, stride, use, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _line(line, H, W, LB: tl.constexpr, OF_ROWS: tl.constexpr):
+    """The pixels of a line of the map, a row where logits are OF_ROWS and else a column, which of them are there, and how many
+    lines there are, which is how many keys a table tells apart."""
+    t = tl.arange(0, LB)
+    if OF_ROWS:
+        pixel, use, lines = line * W + t, t < W, H
+    else:
+        pixel, use, lines = t * W + line, t < H, W
+    return pixel, use, lines
+
+
+@triton.jit(do_not_specialize=["batch", "span"])
 def positions(
     q_ptr,
     k_ptr,
-    row_ptr,
-    col_ptr,
-    by_row_ptr,
-    by_col_ptr,
-    top_ptr,
+    table_ptr,
+    logit_ptr,
     norm_ptr,
-    q_b,
-    q_n,
-    row_h,
-    col_h,
+    units_b,
+    units_n,
+    table_h,
     batch,
     heads,
     H,
@@ -53,67 +62,72 @@ def positions(
     span,
     D: tl.constexpr,
     DP: tl.constexpr,
-    HB: tl.constexpr,
-    WB: tl.constexpr,
-    OB: tl.constexpr,
+    LB: tl.constexpr,
+    KB: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     BOUND: tl.constexpr,
+    UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """q·r of the queries of one row of `span` images with every row and every column of the map.
+    """q·r of one line of queries of `span` images: of a row with every row of the map, or of a column with every column.
 
-    For a BOUND of the logits also the largest q·r^row + q·r^col of each query, [B·heads, n], and the largest k·k of the row,
-    [B·heads, H].
+    All queries of a line see the keys through the same window of the table: no product is thrown away, no store is skewed.
+    For a BOUND of the logits also the largest k·k of the row, [B·heads, H].
     """
-    y = tl.program_id(0) % H
-    h = tl.program_id(0) // H
+    lines = tl.num_programs(0) // heads
+    line = tl.program_id(0) % lines
+    h = tl.program_id(0) // lines
     first = tl.program_id(1) * span
     dtype = q_ptr.dtype.element_ty
     LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
+    q_b = units_b * UNIT
+    q_n = units_n * UNIT
     d = tl.arange(0, DP)
-    x = tl.arange(0, WB)
-    row = tl.arange(0, HB)
-    offset = tl.arange(0, OB)
-    # Row y sees row r of the map through embedding r − y, which the table holds at r − y + H − 1.
-    by_row = _tile(row_ptr + h * row_h + (H - 1 - y) * D, row, d, D, row < H, D).to(dtype)
-    by_col = _tile(col_ptr + h * col_h, offset, d, D, offset < 2 * W - 1, D).to(dtype)
-    key = x[:, None] + offset[None, :] - (W - 1)
-    inside = (x < W)[:, None] & (key >= 0) & (key < W)
+    key = tl.arange(0, KB)
+    pixel, use, keys = _line(line, H, W, LB, OF_ROWS)
+    # Line l sees line m of the map through embedding m − l, which the table holds at m − l + lines − 1.
+    window = _tile(table_ptr + h * table_h + (keys - 1 - line) * D, key, d, D, key < keys, D).to(dtype)
     image = first.to(tl.int64)
     for _ in range(first, tl.minimum(first + span, batch)):
-        q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
+        q = _tile(q_ptr + image * q_b + h * D, pixel, d, q_n, use, D)
         at = (image * heads + h) * n
-        to = by_row_ptr + at * H + row[:, None] * n + y * W + x[None, :]
-        of_rows = dot(by_row, tl.trans(q), LOGITS).to(dtype)
-        tl.store(to, of_rows, mask=(row < H)[:, None] & (x < W)[None, :])
-        to = by_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key
-        of_cols = dot(q, tl.trans(by_col), LOGITS).to(dtype)
-        # Beyond the last column zeros, up to the pitch: whoever multiplies them by 0 may read them.
-        tl.store(to, tl.where(key < W, of_cols, 0.0), mask=(x < W)[:, None] & (key >= 0) & (key < pitch))
+        if OF_ROWS:
+            to = logit_ptr + at * H + key[:, None] * n + pixel[None, :]
+            tl.store(to, dot(window, tl.trans(q), LOGITS).to(dtype), mask=(key < H)[:, None] & use[None, :])
+        else:
+            to = logit_ptr + at * pitch + pixel[:, None] * pitch + key[None, :]
+            # Beyond the last column zeros, up to the pitch: whoever multiplies them by 0 may read them.
+            logits = dot(q, tl.trans(window), LOGITS).to(dtype)
+            tl.store(to, logits, mask=use[:, None] & (key < pitch)[None, :])
         if BOUND:
-            top = tl.max(tl.where((row < H)[:, None], of_rows.to(tl.float32), OUTSIDE), 0)
-            top += tl.max(tl.where(inside, of_cols.to(tl.float32), OUTSIDE), 1)
-            tl.store(top_ptr + at + y * W + x, top, mask=x < W)
-            k = _tile(k_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D).to(tl.float32)
-            tl.store(norm_ptr + (image * heads + h) * H + y, tl.max(tl.sum(k * k, 1), 0))
+            k = _tile(k_ptr + image * q_b + h * D, pixel, d, q_n, use, D).to(tl.float32)
+            tl.store(norm_ptr + (image * heads + h) * H + line, tl.max(tl.sum(k * k, 1), 0))
         image += 1
 
 
 @triton.jit
+def _of_rows(by_row_ptr, i, y, H, n, ROWS: tl.constexpr):
+    """The queries' logits by row of the key, of rows y on."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        at = (y + r) * n + i
+        rows = rows + (tl.load(by_row_ptr + at, mask=(i < n) & (at < H * n), other=OUTSIDE),)
+    return rows
+
+
+@triton.jit
 def _logits_of_row(
-    q, column, i, x, y, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n,
-    D: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Keys x of row y: themselves, the queries' logits of them but for the row's terms, and those."""
+    q, column, x, y, d, k_ptr, mask_ptr, q_n, W, n, D: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Keys x of row y: themselves, and the queries' logits of them but for the row's terms."""
     LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     j = y * W + x
-    at_row = y * n + i
     k = _tile(k_ptr, j, d, q_n, (x < W) & (j < n), D)
     s = dot_add(q, tl.trans(k), column, LOGITS)
     if HAS_MASK:
         allowed = tl.load(mask_ptr + j, mask=(x < W) & (j < n), other=1)
         s += tl.where(allowed != 0, 0.0, MASKED)[None, :]
-    a = tl.load(by_row_ptr + at_row, mask=(i < n) & (at_row < H * n), other=OUTSIDE).to(tl.float32)
-    return k, s, a
+    return k, s
 
 
 @triton.jit
@@ -140,6 +154,7 @@ def _walk(
     WB: tl.constexpr,
     ROWS: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -154,18 +169,23 @@ def _walk(
         x = x0 + tl.arange(0, WB)
         there = (i < n)[:, None] & (x < W)[None, :]
         column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
+        rows = _of_rows(by_row_ptr, i, 0, H, n, ROWS)
         for y0 in range(0, H, ROWS):
             logits = ()
             addend = ()
             best = largest
+            if not AHEAD:
+                rows = _of_rows(by_row_ptr, i, y0, H, n, ROWS)
             for r in tl.static_range(ROWS):
-                _, s, a = _logits_of_row(
-                    q, column, i, x, y0 + r, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, D, HAS_MASK, PRECISION
-                )
+                _, s = _logits_of_row(q, column, x, y0 + r, d, k_ptr, mask_ptr, q_n, W, n, D, HAS_MASK, PRECISION)
+                a = rows[r].to(tl.float32)
                 if EXACT:
                     best = tl.maximum(best, tl.max(s, 1) + a)
                 logits = logits + (s,)
                 addend = addend + (a,)
+            if AHEAD:
+                # Too narrow for the compiler to fetch them a step before they are needed.
+                rows = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
             if EXACT:
                 fade = exp2((largest - best) * unit)
                 largest = best
@@ -186,19 +206,33 @@ def _walk(
 
 
 @triton.jit
+def _top(i, by_row_ptr, by_col_ptr, H, W, n, pitch, WB: tl.constexpr, HB: tl.constexpr):
+    """The largest q·r^row + q·r^col of each query."""
+    y = tl.arange(0, HB)
+    use = (y < H)[:, None] & (i < n)[None, :]
+    top = tl.max(tl.load(by_row_ptr + y[:, None] * n + i[None, :], mask=use, other=OUTSIDE).to(tl.float32), 0)
+    of_cols = tl.full(i.shape, OUTSIDE, tl.float32)
+    for x0 in range(0, W, WB):
+        x = x0 + tl.arange(0, WB)
+        there = (i < n)[:, None] & (x < W)[None, :]
+        column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE)
+        of_cols = tl.maximum(of_cols, tl.max(column.to(tl.float32), 1))
+    return top + of_cols
+
+
+@triton.jit
 def forward(
     q_ptr,
     k_ptr,
     v_ptr,
     by_row_ptr,
     by_col_ptr,
-    top_ptr,
     norm_ptr,
     mask_ptr,
     out_ptr,
     lse_ptr,
-    q_b,
-    q_n,
+    units_b,
+    units_n,
     heads,
     H,
     W,
@@ -215,6 +249,8 @@ def forward(
     ROWS: tl.constexpr,
     HB: tl.constexpr,
     BOUND: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -228,6 +264,8 @@ def forward(
     h = tl.program_id(0) // tiles % heads
     at = (b * heads + h) * n
     dtype = q_ptr.dtype.element_ty
+    q_b = units_b * UNIT
+    q_n = units_n * UNIT
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     q = _tile(q_ptr + b * q_b + h * D, i, d, q_n, i < n, D)
@@ -246,15 +284,15 @@ def forward(
         close = tl.max(reach, 0) * unit < CLOSE
         # fmt: off
         if close:
-            bound = tl.load(top_ptr + at + i, mask=i < n, other=0.0) + reach
+            bound = _top(i, by_row_ptr, by_col_ptr, H, W, n, pitch, WB, HB) + reach
             out, total, largest = _walk(
                 q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, n, pitch, unit,
-                D, DV, DP, DVP, M, WB, ROWS, False, HAS_MASK, PRECISION,
+                D, DV, DP, DVP, M, WB, ROWS, False, AHEAD, HAS_MASK, PRECISION,
             )
         else:
             out, total, largest = _walk(
                 q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
-                D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
+                D, DV, DP, DVP, M, WB, ROWS, True, AHEAD, HAS_MASK, PRECISION,
             )
     else:
         out, total, largest = _walk(
@@ -280,6 +318,7 @@ def forward(
             WB,
             ROWS,
             True,
+            AHEAD,
             HAS_MASK,
             PRECISION,
         )
@@ -309,13 +348,14 @@ def _load_lse(lse_ptr, at, use, PRECISION: tl.constexpr):
 
 @triton.jit
 def _keys_of_row(
-    q, grad, column, lse, rest, i, x, y, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+    q, grad, column, row, lse, rest, x, y, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,
     D: tl.constexpr, DV: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys x of row y: themselves, the queries' weights of them, and g·v."""
+    """Keys x of row y: themselves, the queries' weights of them, to whose logits `row` belongs, and g·v."""
+    a = row.to(tl.float32)
     j = y * W + x
     v = _tile(v_ptr, j, e, q_n, (x < W) & (j < n), DV)
-    k, s, a = _logits_of_row(q, column, i, x, y, d, k_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, D, HAS_MASK, PRECISION)
+    k, s = _logits_of_row(q, column, x, y, d, k_ptr, mask_ptr, q_n, W, n, D, HAS_MASK, PRECISION)
     if PRECISION == "tf32":
         p = exp2(s * unit + (a * unit - lse)[:, None])
     else:
@@ -338,8 +378,8 @@ def query_gradients(
     of_row_ptr,
     of_col_ptr,
     delta_ptr,
-    q_b,
-    q_n,
+    units_b,
+    units_n,
     heads,
     H,
     W,
@@ -355,6 +395,9 @@ def query_gradients(
     WB: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -368,6 +411,8 @@ def query_gradients(
     h = tl.program_id(0) // tiles % heads
     at = (b * heads + h) * n
     dtype = q_ptr.dtype.element_ty
+    q_b = units_b * UNIT
+    q_n = units_n * UNIT
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
     use = i < n
@@ -393,8 +438,9 @@ def query_gradients(
             there = use[:, None] & (x < W)[None, :]
             column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE)
             for y in range(H):
+                rows = _of_rows(by_row_ptr, i, y, H, n, 1)
                 _, p, dp = _keys_of_row(
-                    q, grad, column, lse, rest, i, x, y, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+                    q, grad, column, rows[0], lse, rest, x, y, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,
                     D, DV, HAS_MASK, PRECISION,
                 )  # fmt: skip
                 delta += tl.sum(p * dp, 1)
@@ -406,11 +452,17 @@ def query_gradients(
         there = use[:, None] & (x < W)[None, :]
         column = tl.load(by_col_ptr + i[:, None] * pitch + x[None, :], mask=there, other=OUTSIDE).to(tl.float32)
         of_column = tl.zeros((M, WB), tl.float32)
+        ahead = _of_rows(by_row_ptr, i, 0, H, n, ROWS)
         for y0 in range(0, H, ROWS):
             of_rows = tl.zeros((M, 8), tl.float32)
+            if AHEAD:
+                rows = ahead
+                ahead = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
+            else:
+                rows = _of_rows(by_row_ptr, i, y0, H, n, ROWS)
             for r in tl.static_range(ROWS):
                 k, p, dp = _keys_of_row(
-                    q, grad, column, lse, rest, i, x, y0 + r, d, e, k_ptr, v_ptr, by_row_ptr, mask_ptr, q_n, H, W, n, unit,
+                    q, grad, column, rows[r], lse, rest, x, y0 + r, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,
                     D, DV, HAS_MASK, PRECISION,
                 )  # fmt: skip
                 ds = p * (dp - delta[:, None])
@@ -425,8 +477,7 @@ def query_gradients(
             tl.store(to, of_rows.to(of_row_ptr.dtype.element_ty), mask=mine)
         tl.store(of_col_ptr + i[:, None] * pitch + x[None, :], of_column.to(of_col_ptr.dtype.element_ty), mask=there)
         of_row_ptr += n * H
-    channels = heads * (2 * D + DV)
-    to = dq_ptr + (b * n + i)[:, None] * channels + h * D + d[None, :]
+    to = dq_ptr + (b * n + i)[:, None] * CHANNELS + h * D + d[None, :]
     tl.store(to, dq.to(dtype), mask=use[:, None] & (d < D)[None, :])
 
 
@@ -443,8 +494,8 @@ def key_gradients(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    q_b,
-    q_n,
+    units_b,
+    units_n,
     heads,
     H,
     W,
@@ -462,6 +513,8 @@ def key_gradients(
     KR: tl.constexpr,
     N: tl.constexpr,
     CB: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -475,6 +528,8 @@ def key_gradients(
     h = tl.program_id(0) // tiles % heads
     at = (b * heads + h) * n
     dtype = q_ptr.dtype.element_ty
+    q_b = units_b * UNIT
+    q_n = units_n * UNIT
     LOGITS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
     key = tl.arange(0, KR * WB)
     y0 = tile // across * KR
@@ -536,26 +591,21 @@ def key_gradients(
         dv = dot_add(p.to(dtype), grad, dv, PRECISION)
         ds = p * (dot(v, tl.trans(grad), PRECISION) - delta[None, :])
         dk = dot_add(ds.to(dtype), q, dk, PRECISION)
-    channels = heads * (2 * D + DV)
-    to = (b * n + j)[:, None] * channels
+    to = (b * n + j)[:, None] * CHANNELS
     tl.store(dk_ptr + to + h * D + d[None, :], (dk * scale).to(dtype), mask=here[:, None] & (d < D)[None, :])
     tl.store(dv_ptr + to + h * DV + e[None, :], dv.to(dtype), mask=here[:, None] & (e < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "span"])
 def position_gradients(
     q_ptr,
-    row_ptr,
-    col_ptr,
-    of_row_ptr,
-    of_col_ptr,
+    table_ptr,
+    of_logit_ptr,
     dq_ptr,
-    drow_ptr,
-    dcol_ptr,
-    q_b,
-    q_n,
-    row_h,
-    col_h,
+    share_ptr,
+    units_b,
+    units_n,
+    table_h,
     batch,
     heads,
     H,
@@ -567,54 +617,59 @@ def position_gradients(
     D: tl.constexpr,
     DP: tl.constexpr,
     CHANNELS: tl.constexpr,
-    HB: tl.constexpr,
-    WB: tl.constexpr,
-    OB: tl.constexpr,
+    LB: tl.constexpr,
+    KB: tl.constexpr,
     PARTS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The queries of one row of `span` images: dq finished, and a share of the tables' gradients.
+    """The same lines of queries: dq but for what it was, times `scale`, and a share of the table's gradient.
 
-    Shares are [programs, heads, H, H, D], by row of the query and of the key, and [programs, heads, H, 2·W − 1, D], by offset.
+    Shares are [programs, heads, H·H + W·W, D], by line of the query and of the key; those OF_ROWS come first.
     """
-    y = tl.program_id(0) % H
-    h = tl.program_id(0) // H
+    lines = tl.num_programs(0) // heads
+    line = tl.program_id(0) % lines
+    h = tl.program_id(0) // lines
     first = tl.program_id(1) * span
     dtype = q_ptr.dtype.element_ty
+    q_b = units_b * UNIT
+    q_n = units_n * UNIT
     d = tl.arange(0, DP)
-    x = tl.arange(0, WB)
-    row = tl.arange(0, HB)
-    offset = tl.arange(0, OB)
-    by_row = _tile(row_ptr + h * row_h + (H - 1 - y) * D, row, d, D, row < H, D).to(dtype)
-    by_col = _tile(col_ptr + h * col_h, offset, d, D, offset < 2 * W - 1, D).to(dtype)
-    key = x[:, None] + offset[None, :] - (W - 1)
-    inside = (x < W)[:, None] & (key >= 0) & (key < W)
-    drow = tl.zeros((HB, DP), tl.float32)
-    dcol = tl.zeros((OB, DP), tl.float32)
+    key = tl.arange(0, KB)
+    pixel, use, keys = _line(line, H, W, LB, OF_ROWS)
+    window = _tile(table_ptr + h * table_h + (keys - 1 - line) * D, key, d, D, key < keys, D).to(dtype)
+    dtable = tl.zeros((KB, DP), tl.float32)
     image = first.to(tl.int64)
     for _ in range(first, tl.minimum(first + span, batch)):
-        q = _tile(q_ptr + image * q_b + y * W * q_n + h * D, x, d, q_n, x < W, D)
+        q = _tile(q_ptr + image * q_b + h * D, pixel, d, q_n, use, D)
+        to = dq_ptr + (image * n + pixel)[:, None] * CHANNELS + h * D + d[None, :]
+        mask = use[:, None] & (d < D)[None, :]
+        dq = tl.load(to, mask=mask, other=0.0).to(tl.float32)
         at = (image * heads + h) * n
-        of_row = tl.zeros((HB, WB), tl.float32)
-        for part in tl.static_range(PARTS):
-            of_row += tl.load(
-                of_row_ptr + (at * PARTS + n * part) * H + row[:, None] * n + y * W + x[None, :],
-                mask=(row < H)[:, None] & (x < W)[None, :],
+        if OF_ROWS:
+            found = tl.zeros((KB, LB), tl.float32)
+            for part in tl.static_range(PARTS):
+                found += tl.load(
+                    of_logit_ptr + (at * PARTS + n * part) * H + key[:, None] * n + pixel[None, :],
+                    mask=(key < H)[:, None] & use[None, :],
+                    other=0.0,
+                ).to(tl.float32)
+            found = found.to(dtype)
+            dtable = dot_add(found, q, dtable, PRECISION)
+            dq = dot_add(tl.trans(found), window, dq, PRECISION)
+        else:
+            found = tl.load(
+                of_logit_ptr + at * pitch + pixel[:, None] * pitch + key[None, :],
+                mask=use[:, None] & (key < W)[None, :],
                 other=0.0,
-            ).to(tl.float32)
-        of_row = of_row.to(dtype)
-        of_col = tl.load(of_col_ptr + (at + y * W) * pitch + x[:, None] * pitch + key, mask=inside, other=0.0)
-        drow = dot_add(of_row, q, drow, PRECISION)
-        dcol = dot_add(tl.trans(of_col), q, dcol, PRECISION)
-        to = dq_ptr + (image * n + y * W + x)[:, None] * CHANNELS + h * D + d[None, :]
-        use = (x < W)[:, None] & (d < D)[None, :]
-        dq = tl.load(to, mask=use, other=0.0).to(tl.float32)
-        dq = dot_add(tl.trans(of_row), by_row, dq, PRECISION)
-        dq = dot_add(of_col, by_col, dq, PRECISION)
-        tl.store(to, (dq * scale).to(dtype), mask=use)
+            )
+            dtable = dot_add(tl.trans(found), q, dtable, PRECISION)
+            dq = dot_add(found, window, dq, PRECISION) * scale
+        tl.store(to, dq.to(dtype), mask=mask)
         image += 1
-    share = (tl.program_id(1) * heads + h) * H + y
-    to = drow_ptr + (share.to(tl.int64) * H + row)[:, None] * D + d[None, :]
-    tl.store(to, drow * scale, mask=(row < H)[:, None] & (d < D)[None, :])
-    to = dcol_ptr + (share.to(tl.int64) * (2 * W - 1) + offset)[:, None] * D + d[None, :]
-    tl.store(to, dcol * scale, mask=(offset < 2 * W - 1)[:, None] & (d < D)[None, :])
+    share = (tl.program_id(1) * heads + h).to(tl.int64) * (H * H + W * W) + line * keys
+    if not OF_ROWS:
+        share += H * H
+    to = share_ptr + (share + key)[:, None] * D + d[None, :]
+    tl.store(to, dtable * scale, mask=(key < keys)[:, None] & (d < D)[None, :])

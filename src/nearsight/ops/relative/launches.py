@@ -11,7 +11,17 @@ from torch import Tensor
 from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two, register_cap
 
-__all__ = ["KeyTile", "QueryTile", "RelativeCall", "attend", "empty_outputs", "gradients", "make_call", "padded"]
+__all__ = [
+    "KeyTile",
+    "QueryTile",
+    "RelativeCall",
+    "attend",
+    "empty_outputs",
+    "gradients",
+    "make_call",
+    "padded",
+    "per_head",
+]
 
 
 class QueryTile(NamedTuple):
@@ -56,6 +66,8 @@ FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1),
 # Both.
 FORWARD_LARGEST, QUERY_GRADIENTS_LARGEST = QueryTile(32, 4, 1), QueryTile(32, 4, 1)
 KEY_GRADIENTS_LARGEST = KeyTile(32, 4, 16)
+# Whether logits by row are fetched a step before they are needed (not timed).
+AHEAD = True
 # Programs wanted of the kernels that go along the batch.
 PROGRAMS = 2048
 
@@ -98,7 +110,20 @@ class RelativeCall(NamedTuple):
         return {**dims, "DP": padded(self.dim), "DVP": padded(self.value_dim)}
 
     def flags(self) -> dict[str, Any]:
-        return {"HAS_MASK": self.mask is not None, "PRECISION": dot_precision(self.packed.dtype)}
+        return {
+            "HAS_MASK": self.mask is not None,
+            "UNIT": self.stride_unit,
+            "PRECISION": dot_precision(self.packed.dtype),
+        }
+
+    @property
+    def stride_unit(self) -> int:
+        """The largest power of two, up to what one load takes, that divides the strides of images and of pixels."""
+        return math.gcd(self.packed.stride(0), self.packed.stride(1), 8)
+
+    def strides(self) -> tuple[int, int]:
+        """Of images and of pixels, in units: the compiler is told no divisor but 16 of a number that it is passed."""
+        return self.packed.stride(0) // self.stride_unit, self.packed.stride(1) // self.stride_unit
 
     def block(self) -> int:
         """Columns of keys in one product of the kernels that have queries along the first axis."""
@@ -126,22 +151,29 @@ class RelativeCall(NamedTuple):
         by_col = torch.empty((batch * self.heads, n, self.pitch), **like)
         return by_row, by_col
 
-    def along_batch(self) -> tuple[tuple[int, int], int, dict[str, Any]]:
-        """Grid, images per program and constants of the kernels that take one row of queries of many images."""
+    def along_batch(self, of_rows: bool) -> tuple[tuple[int, int], int, dict[str, Any]]:
+        """Grid, images per program and constants of the kernels that take one row, or one column, of queries of many images."""
         batch = self.packed.shape[0]
-        lines = self.heads * self.height
-        span = -(-batch // max(1, min(batch, -(-PROGRAMS // lines))))
+        lines, length = (self.height, self.width) if of_rows else (self.width, self.height)
+        # As many along the batch for columns as for rows: they leave their shares side by side.
+        most = self.heads * max(lines, length)
+        span = -(-batch // max(1, min(batch, -(-PROGRAMS // most))))
         constants = {
             "D": self.dim,
             "DP": padded(self.dim),
-            "HB": padded(self.height),
-            "WB": padded(self.width),
-            "OB": padded(self.width + self.pitch - 1),
+            "LB": padded(length),
+            "KB": padded(lines),
+            "OF_ROWS": of_rows,
+            "UNIT": self.stride_unit,
             "PRECISION": dot_precision(self.packed.dtype),
-            "num_warps": 8 if max(self.height, self.width) > 32 or self.large else 4,
+            "num_warps": 8 if max(self.height, self.width) > 32 or self.large else 2,
             "num_stages": 2,
         }
-        return (lines, -(-batch // span)), span, constants
+        return (self.heads * lines, -(-batch // span)), span, constants
+
+    def tables(self) -> tuple[tuple[bool, Tensor], tuple[bool, Tensor]]:
+        """Of rows and of columns."""
+        return (True, self.rel_row), (False, self.rel_col)
 
 
 def _resources(tile: QueryTile | KeyTile, share: float) -> dict[str, Any]:
@@ -176,20 +208,23 @@ def make_call(
     return RelativeCall(packed, rel_row.contiguous(), rel_col.contiguous(), mask, heads, dim, height, scale)
 
 
-def _fill_positions(call: RelativeCall, by_row: Tensor, by_col: Tensor, bounds: tuple[Any, Any] = (None, None)) -> None:
+def _fill_positions(call: RelativeCall, by_row: Tensor, by_col: Tensor, norms: Tensor | None = None) -> None:
     from nearsight.ops.relative import kernels
 
-    grid, span, constants = call.along_batch()
     q, k, _ = call.views(call.packed)
-    tables = (call.rel_row, call.rel_col)
-    heads = (_per_head(call.rel_row), _per_head(call.rel_col))
-    sizes = (call.packed.shape[0], *call.sizes(), span)
-    strides = (call.packed.stride(0), call.packed.stride(1))
-    constants.update(BOUND=bounds[0] is not None, **({} if constants["num_warps"] > 4 else _capped(128, 4)))
-    launch(kernels.positions, grid, q, k, *tables, by_row, by_col, *bounds, *strides, *heads, *sizes, **constants)
+    for of_rows, table in call.tables():
+        grid, span, constants = call.along_batch(of_rows)
+        launch(
+            kernels.positions,
+            grid,
+            *(q, k, table, by_row if of_rows else by_col, norms, *call.strides(), per_head(table)),
+            *(call.packed.shape[0], *call.sizes(), span),
+            BOUND=of_rows and norms is not None,
+            **constants,
+        )
 
 
-def _per_head(table: Tensor) -> int:
+def per_head(table: Tensor) -> int:
     """Elements from one head's table to the next one's; all heads may share one."""
     return 0 if table.shape[0] == 1 else table.stride(0)
 
@@ -202,6 +237,7 @@ def _fit(tile: QueryTile, call: RelativeCall) -> tuple[int, dict[str, Any]]:
         **call.head_dims(),
         "M": queries,
         "WB": call.block(),
+        "AHEAD": AHEAD,
         "ROWS": min(tile.rows * WIDEST_BLOCK // call.block(), next_power_of_two(call.height)),
         **call.flags(),
         **_resources(tile, queries / tile.queries),
@@ -217,18 +253,16 @@ def attend(call: RelativeCall, tile: QueryTile | None = None) -> tuple[Tensor, T
     if out.numel() == 0:
         return out, lse
     by_row, by_col = call.positions()
-    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
-    if call.bounded():
-        # Of each query's position logits the largest, of each row of keys the largest k·k.
-        bounds = _numbers(call, call.packed.shape[1]), _numbers(call, call.height)
-    _fill_positions(call, by_row, by_col, bounds)
+    # Of each row of keys the largest k·k.
+    norms = _numbers(call, call.height) if call.bounded() else None
+    _fill_positions(call, by_row, by_col, norms)
     tile = tile or (FORWARD_BOUNDED if call.bounded() else FORWARD, FORWARD_LARGE, FORWARD_LARGEST)[call.large]
     tiles, constants = _fit(tile, call)
     launch(
         kernels.forward,
         (batch * call.heads * tiles,),
-        *(*call.views(call.packed), by_row, by_col, *bounds, call.mask, out, lse),
-        *(call.packed.stride(0), call.packed.stride(1), *call.sizes(), tiles, call.unit),
+        *(*call.views(call.packed), by_row, by_col, norms, call.mask, out, lse),
+        *(*call.strides(), *call.sizes(), tiles, call.unit),
         HB=padded(call.height),
         BOUND=call.bounded(),
         **constants,
@@ -257,12 +291,12 @@ def gradients(
     lse: Tensor,
     query: QueryTile | None = None,
     key: KeyTile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `packed` and, in float32, of the tables with one head each: [heads, H, H, D] and [heads, H, 2·W − 1, D]
-    by row of the query."""
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `packed` and, in float32, of the tables with one head each, by row of the query and of the key and then
+    by column of both: [heads, H·H + W·W, D]."""
     from nearsight.ops.relative import kernels
 
-    batch, n, _ = call.packed.shape
+    batch, n, channels = call.packed.shape
     device = call.packed.device
     dpacked = torch.empty(call.packed.shape, dtype=call.packed.dtype, device=device)
     dq, dk, dv = call.views(dpacked)
@@ -278,13 +312,13 @@ def gradients(
     of_col = torch.empty_like(by_col)
     delta = _numbers(call, n)
     inputs = (*call.views(call.packed), by_row, by_col, call.mask, grad)
-    strides = (call.packed.stride(0), call.packed.stride(1))
     launch(
         kernels.query_gradients,
         (batch * call.heads * tiles,),
-        *(*inputs, out, lse, dq, of_row, of_col, delta, *strides),
+        *(*inputs, out, lse, dq, of_row, of_col, delta, *call.strides()),
         *(*call.sizes(), tiles, call.unit),
         PARTS=parts,
+        CHANNELS=channels,
         **constants,
     )
 
@@ -297,30 +331,30 @@ def gradients(
     launch(
         kernels.key_gradients,
         (batch * call.heads * tiles,),
-        *(*inputs, lse, delta, dk, dv, *strides),
+        *(*inputs, lse, delta, dk, dv, *call.strides()),
         *(*call.sizes(), tiles, across, call.unit, call.scale),
         **call.head_dims(),
         WB=columns,
         KR=rows,
         N=min(key.queries, padded(n)),
         CB=max(16, columns),
+        CHANNELS=channels,
         **call.flags(),
         **_resources(key, rows * columns / key.keys),
     )
 
-    grid, span, constants = call.along_batch()
-    drow = torch.empty((grid[1], call.heads, call.height, call.height, call.dim), dtype=torch.float32, device=device)
-    dcol = torch.empty(
-        (grid[1], call.heads, call.height, 2 * call.width - 1, call.dim), dtype=torch.float32, device=device
-    )
-    launch(
-        kernels.position_gradients,
-        grid,
-        *(inputs[0], call.rel_row, call.rel_col, of_row, of_col, dq, drow, dcol, *strides),
-        *(_per_head(call.rel_row), _per_head(call.rel_col)),
-        *(batch, *call.sizes(), span, call.scale),
-        CHANNELS=call.packed.shape[2],
-        PARTS=parts,
-        **constants,
-    )
-    return dpacked, sum_rows(drow), sum_rows(dcol)
+    along = call.along_batch(True)[0][1]
+    pairs = call.height**2 + call.width**2
+    shares = torch.empty((along, call.heads, pairs, call.dim), dtype=torch.float32, device=device)
+    for of_rows, table in call.tables():
+        grid, span, constants = call.along_batch(of_rows)
+        launch(
+            kernels.position_gradients,
+            grid,
+            *(inputs[0], table, of_row if of_rows else of_col, dq, shares, *call.strides(), per_head(table)),
+            *(batch, *call.sizes(), span, call.scale),
+            CHANNELS=channels,
+            PARTS=parts,
+            **constants,
+        )
+    return dpacked, sum_rows(shares)

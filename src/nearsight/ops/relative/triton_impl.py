@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
-from nearsight.ops.relative.launches import attend, empty_outputs, gradients, make_call, padded
+from nearsight.ops.relative import launches, small
+from nearsight.ops.relative.launches import empty_outputs, make_call, padded
 from nearsight.ops.triton_support import common_refusal, shared_memory
 
 __all__ = ["longest_side", "refusal", "run"]
@@ -72,12 +73,25 @@ def run(
     return out.unflatten(2, (heads, packed.shape[3] // heads - 2 * dim)).unflatten(1, (height, width))
 
 
-def _by_offset(drow: Tensor) -> Tensor:
-    """[heads, H, H, D], by row of the query and of the key → [heads, 2·H − 1, D], summed by offset."""
-    height = drow.shape[1]
-    # Written one below the other with a period of 2·H − 1, row y starts at H − 1 − y: where offset −y belongs.
-    wide = torch.nn.functional.pad(drow.flip(1), (0, 0, 0, height)).flatten(1, 2)
-    return wide[:, : height * (2 * height - 1)].unflatten(1, (height, 2 * height - 1)).sum(1)
+def _by_offset(pairs: Tensor) -> Tensor:
+    """[heads, L, L, D], by line of the query and of the key → [heads, 2·L − 1, D], summed by offset."""
+    lines = pairs.shape[1]
+    # Written one below the other with a period of 2·L − 1, line l starts at L − 1 − l: where offset −l belongs.
+    wide = torch.nn.functional.pad(pairs.flip(1), (0, 0, 0, lines)).flatten(1, 2)
+    return wide[:, : lines * (2 * lines - 1)].unflatten(1, (lines, 2 * lines - 1)).sum(1)
+
+
+def _tables(found: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Of rows and of columns by offset, from what the launches leave: that, or what lines of queries and keys have."""
+    sides = (height, width)
+    if found.shape[1] == 2 * height + 2 * width - 2:
+        of_row, of_col = found.split([2 * s - 1 for s in sides], 1)
+        return of_row, of_col
+    of_row, of_col = (
+        _by_offset(part.unflatten(1, (s, s)))
+        for s, part in zip(sides, found.split([s * s for s in sides], 1), strict=True)
+    )
+    return of_row, of_col
 
 
 def _of_table(found: Tensor, table: Tensor) -> Tensor:
@@ -99,7 +113,8 @@ def _forward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """packed [B, n, heads·(2·D + Dv)] → [B, n, heads·Dv], and log₂ Σ 2^logit, [B, heads, n] (float32: two numbers)."""
-    return attend(make_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale))
+    call = make_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale)
+    return (small if small.fits(call) else launches).attend(call)
 
 
 @_forward_op.register_fake
@@ -126,10 +141,11 @@ def _backward_op(
     """The gradients of packed, rel_row and rel_col."""
     if grad.numel() == 0:
         return packed.new_zeros(packed.shape), torch.zeros_like(rel_row), torch.zeros_like(rel_col)
-    dpacked, drow, dcol = _launch_backward(
+    dpacked, found = _launch_backward(
         grad.contiguous(), packed, rel_row, rel_col, key_mask, out, lse, heads, dim, height, scale
     )
-    return dpacked, _of_table(_by_offset(drow), rel_row), _of_table(dcol.sum(1), rel_col)
+    of_row, of_col = _tables(found, height, packed.shape[1] // height)
+    return dpacked, _of_table(of_row, rel_row), _of_table(of_col, rel_col)
 
 
 @replayed
@@ -142,8 +158,9 @@ def _launch_backward(
     out: Tensor,
     lse: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients(make_call(packed, rel_row, rel_col, key_mask, *options), grad, out, lse)
+) -> tuple[Tensor, Tensor]:
+    call = make_call(packed, rel_row, rel_col, key_mask, *options)
+    return (small if small.fits(call) else launches).gradients(call, grad, out, lse)
 
 
 @_backward_op.register_fake
