@@ -27,6 +27,12 @@ CASES = [
     ((33, 17), 5, 6, (4, 2)),
     ((31, 11), 2, 16, (13, 3)),
     ((37, 35), 2, 16, (31, 31)),
+    ((26, 18), 4, 8, (9, 11)),
+    ((18, 29), 2, 16, (11, 11)),
+    ((25, 19), 2, 32, (11, 10)),
+    ((23, 18), 2, 64, (13, 12)),
+    ((13, 21), 1, 128, (7, 7)),
+    ((14, 22), 1, 128, (11, 13)),
 ]
 
 
@@ -222,6 +228,9 @@ def test_what_no_ring_was_written_for(monkeypatch, change, options):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "window"), [(BFLOAT, (5, 7)), (FLOAT, (5, 7)), (HALF, (8, 11)), (FLOAT, (9, 12))], ids=str
+)
+@pytest.mark.parametrize(
     ("options", "change"),
     [
         ({"border": "zeros"}, {"mask": 0.7}),
@@ -231,8 +240,8 @@ def test_what_no_ring_was_written_for(monkeypatch, change, options):
         ({}, {"tables": "none", "mask": 0.0}),
     ],
 )
-def test_options(options, change):
-    compare(make(BFLOAT, (21, 18), 2, 4, 8, (5, 7), **change), (5, 7), **options)
+def test_options(options, change, dtype, window):
+    compare(make(dtype, (21, 18), 2, 4, 8, window, **change), window, **options)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,39 @@ def test_windows(window, size):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("dtype", "window", "size", "heads", "dim", "change", "options"),
+    [
+        (BFLOAT, (11, 11), (9, 7), 1, 16, {"mask": 0.8}, {}),
+        (BFLOAT, (8, 13), (23, 6), 3, 8, {"tables": "heads"}, {"border": "zeros"}),
+        (HALF, (3, 10), (6, 35), 1, 20, {"tables": "column"}, {"dilation": (1, 2)}),
+        (BFLOAT, (12, 12), (5, 18), 2, 8, {}, {}),
+        (HALF, (13, 13), (7, 5), 1, 16, {"mask": 0.6, "tables": "row"}, {"border": "zeros"}),
+        (FLOAT, (7, 12), (13, 5), 2, 8, {"content": False}, {}),
+        (FLOAT, (1, 11), (5, 13), 1, 16, {"mask": 0.7}, {"dilation": (2, 1)}),
+        (FLOAT, (11, 13), (6, 9), 2, 32, {"tables": "heads"}, {}),
+        (FLOAT, (13, 10), (9, 6), 1, 12, {"mask": 0.7}, {"border": "zeros"}),
+    ],
+)
+def test_windows_of_ten_to_thirteen_columns(dtype, window, size, heads, dim, change, options):
+    """Tiles of 4×4, so that a halo has 16 columns: walked where the registers hold it, else in two passes."""
+    inputs = make(dtype, size=size, heads=heads, dim=dim, window=window, **change)
+    call = prepare(**inputs, window=window, **options)
+    for kernel in ("forward", "walk", "queries", "keys"):
+        shape = plan(call, kernel).shape
+        assert (shape.ty, shape.tx, shape.nc) == (4, 4, 16)
+    compare(inputs, window, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [(1, 3), (2, 2), (6, 4), (7, 9)])
+def test_chunks_of_the_walk_in_float32(window):
+    """One text for all of them: the first chunk leaves, the last is new; one is both."""
+    compare(make(window=window, size=(11, 10), mask=0.8, heads=1, dim=16, batch=2), window)
+    compare(make(window=window, size=(11, 10), content=False, heads=1, dim=32, tables="row"), window, border="zeros")
+
+
+@interpreted
 def test_a_window_too_tall_for_the_walk():
     tallest = TALLEST_WALK[4]
     for window in (tallest + 2, 3), (tallest + 6, 3):
@@ -215,6 +248,7 @@ def test_a_row_of_the_halo_at_a_time(size, heads, dim, window, change, options):
         (10, (7, 9), HALF, (9, 21), True),
         (16, (8, 7), BFLOAT, (9, 21), False),
         (16, (7, 10), BFLOAT, (9, 21), False),
+        (16, (5, 11), BFLOAT, (9, 21), False),  # its tiles have four rows
         (16, (7, 7), FLOAT, (9, 21), False),
         (8, (7, 7), BFLOAT, (9, 21), False),
         (32, (7, 7), BFLOAT, (9, 21), False),

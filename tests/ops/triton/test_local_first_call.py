@@ -225,3 +225,28 @@ def test_tall_windows_make_no_more_code(driver, tmp_path):
     tall = {"forward", "backward_queries", "backward_keys"}
     assert tall <= set(products)
     assert all(0 < products[name] < 400 for name in tall), products
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "dim", "most"),
+    [
+        (torch.float32, 7, 16, 3000),
+        (torch.float32, 7, 128, 4000),
+        (torch.float32, 13, 64, 3200),
+        (torch.float32, 31, 64, 4200),
+        (torch.bfloat16, 9, 16, 3900),
+        (torch.bfloat16, 11, 16, 5200),
+    ],
+)
+def test_no_class_makes_more_code(driver, tmp_path, dtype, window, dim, most):
+    """A compiler's work grows with a kernel's instructions, which are the same on a busy machine; a fifth more than there are.
+
+    While an H200's host took 5 to 8 s for such classes, their longest kernels had 5799 to 6670, at 31×31 9544.
+    """
+    from nearsight.ops.local import triton_impl
+
+    qkv = [draw(2, 40, 40, 2, dim, dtype=dtype) for _ in range(3)]
+    triton_impl._forward_op._init_fn(*qkv, *options(window=window, dim=dim, dtype=dtype))
+    lengths = {file.stem: file.read_text().count(";") for file in tmp_path.rglob("*.ptx")}
+    assert len(lengths) == 4
+    assert max(lengths.values()) < most, lengths

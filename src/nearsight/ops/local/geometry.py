@@ -170,10 +170,16 @@ def geometry(
     choice = CHOICES["walk" + fit if kernel == "walk" else "forward" + fit, max(8, padded)]
     ty, tx = choice.tile
     whole_y, whole_x = fit == " map", fit != ""
-    if size == 4 or kernel in ("queries", "keys"):
-        # Left to itself, ptxas gives some float32 walks 32 registers, and spills twice as much.
-        registers = 255 if kernel == "walk" else None
-        choice = choice._replace(g=min(choice.g, 2), warps=max(choice.warps, 2), stages=1, keys=64, registers=registers)
+    if not fit and tx + kw - 1 > 16 >= 4 + kw - 1:
+        # A halo of 16 columns instead of 32: at 11×11 two thirds of the logits.
+        ty, tx = 4, 4
+    tall = kernel in ("queries", "keys")
+    if size == 4 or tall:
+        # Left to itself, ptxas gives some of these backward kernels 32 registers, and spills twice as much.
+        registers = None if kernel == "forward" else 255
+        # Of wide heads in float32 two warps spill half of what they hold (compiled only, not timed).
+        warps = max(choice.warps, 2) * (2 if size == 4 and tall and padded >= 32 else 1)
+        choice = choice._replace(g=min(choice.g, 2), warps=warps, stages=1, keys=64, registers=registers)
     if lean > 0:
         choice = choice._replace(stages=1, keys=choice.keys >> lean)
     # Products need a depth of 16: heads of fewer channels share one.
@@ -181,7 +187,7 @@ def geometry(
     nc = tx if whole_x else next_power_of_two(tx + kw - 1)
     rows = ty if whole_y else ty + kh - 1
     # The logits of eight rows of sixteen columns are what registers hold.
-    by_row = choice.by_row and kernel == "forward" and size == 2 and rows <= 8 and nc <= 16
+    by_row = choice.by_row and kernel == "forward" and size == 2 and ty == 2 and rows <= 8 and nc <= 16
     if by_row:
         nc = 16
     # In the walk a chunk is as tall as a tile.

@@ -44,7 +44,7 @@ def _relative(
 
 
 @triton.jit
-def _codes(FIRST: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+def _codes(FIRST, NR: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
     """One-hot codes [NK, 2·HS] of NR rows of the halo from row FIRST on: a pixel's column, then its row."""
     n = tl.arange(0, NR * NC)[:, None]
     s = tl.arange(0, 2 * HS)[None, :]
@@ -84,6 +84,14 @@ def _table(
         return tl.where(fits, moved, -LARGE).to(dtype)
     else:
         return tl.where(fits, 0.0, -LARGE).to(dtype)
+
+
+@triton.jit
+def _to_taps(sums, slot, at, TAPS: tl.constexpr, N: tl.constexpr):
+    """From sums for the halo's columns or rows, [M, N], back to the taps in `slot`: tap t came from t + at."""
+    came = slot + at[:, None]
+    fits = (came >= 0) & (came < N) & (slot < TAPS)
+    return tl.where(fits, tl.gather(sums, came & (N - 1), 1), 0.0)
 
 
 @triton.jit
@@ -187,11 +195,14 @@ def backward(
     UP: tl.constexpr = 0 if WHOLE_Y else PY
     LEFT: tl.constexpr = 0 if WHOLE_X else PX
     HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
-    # Three TF32 products keep 22 bits of a term: of some tens, as wide heads have them, that moves a probability by 4e-6.
-    TERMS: tl.constexpr = "ieee" if PRECISION == "tf32x3" and D > 16 else PRECISION
+    # float32, where a product is three. Unrolled, they take three times as long to compile: one text serves all chunks.
+    # Of position terms they would keep 22 bits and cut the sums: those are added, as in the forward.
+    FULL: tl.constexpr = LSE_PARTS == 2
     tl.static_assert(NR == TY)
-    # Tiles of two rows: row terms need no gather, column terms are where the products begin. Measured for strips of half types.
-    PAIRS: tl.constexpr = TY == 2 and LSE_PARTS == 1 and not WHOLE_X
+    # Column terms are where the products begin, row terms meet codes. Measured for strips of half types.
+    APART: tl.constexpr = LSE_PARTS == 1 and not WHOLE_X
+    # Tiles of two rows: row terms need no gather.
+    PAIRS: tl.constexpr = APART and TY == 2
     dtype = q_ptr.dtype.element_ty
     image, phase_y, phase_x, LH, LW, x0, split = _strip(tl.program_id(0), strips, splits, H, W, dil_y, dil_x, TX)
     h0 = tl.program_id(1) * G
@@ -217,22 +228,25 @@ def backward(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    if PAIRS:
+    if APART:
         half = tl.arange(0, HS)[None, :]
         row_tables = ()
         if HAS_COL:
             col_table = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
-        if HAS_ROW:
+        if HAS_ROW and not PAIRS:
+            row_table = _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype)
+        elif HAS_ROW:
             row_tables = (
                 _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype, UP - PY),
                 _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype, UP - PY + 1),
             )
         dcol_table = tl.zeros((HS, G * DP), tl.float32)
+        drow_table = tl.zeros((HS, G * DP), tl.float32)
         drow_tables = (tl.zeros((HS, G * DP), tl.float32), tl.zeros((HS, G * DP), tl.float32))
     elif HAS_REL:
         slot = tl.arange(0, 2 * HS)[None, :]
         rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
-    if not PAIRS:
+    if not APART:
         drel = tl.zeros((2 * HS, G * DP), tl.float32)
     per_split = (tiles + splits - 1) // splits
     first = split * per_split
@@ -246,9 +260,10 @@ def backward(
         program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         origin = (program * (per_split + CHUNKS - 1) * TY - (first * TY - UP)) * pitch
         place = (n % NC * (G * D))[:, None] + (c // DP * D + c % DP)[None, :]
-    dk = ()
-    dv = ()
-    for _ in tl.static_range(CHUNKS):
+    # Of the chunks to come, the next one first; the last chunk of a tile is new.
+    dk = (tl.zeros((NK, G * DP), tl.float32),)
+    dv = (tl.zeros((NK, G * DP), tl.float32),)
+    for _ in tl.static_range(CHUNKS - 2):
         dk = dk + (tl.zeros((NK, G * DP), tl.float32),)
         dv = dv + (tl.zeros((NK, G * DP), tl.float32),)
     for tile in range(first, tl.minimum(tiles, first + per_split)):
@@ -267,38 +282,52 @@ def backward(
         else:
             delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
         lse, rest = _load_lse(lse_ptr, pixel * heads + h0 + g, inside & (h0 + g < heads), LARGE, LSE_PARTS)
-        if PAIRS:
+        if APART:
             col_taps = tl.zeros((M, HS), tl.float32)
             if HAS_COL:
                 col_taps = dot(q, col_table, PRECISION)
             col = _axis_bias(col_taps, at_x, x0 - LEFT, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
             col = tl.reshape(tl.broadcast_to(col[:, None, :], (M, NR, NC)), (M, NK))
-            row = _row_terms(
-                *(q, row_tables, qy == 1, at_y, y0 - UP, LH, KH, HS, not ZEROS, HAS_ROW, LARGE, PRECISION, dtype)
-            )
+            if PAIRS:
+                row = _row_terms(
+                    *(q, row_tables, qy == 1, at_y, y0 - UP, LH, KH, HS, not ZEROS, HAS_ROW, LARGE, PRECISION, dtype)
+                )
+            else:
+                row_taps = tl.zeros((M, HS), tl.float32)
+                if HAS_ROW:
+                    row_taps = dot(q, row_table, PRECISION)
+                row = _axis_bias(row_taps, at_y, y0 - UP, LH, KH, HS, HS, not ZEROS, HAS_ROW, LARGE, dtype).to(dtype)
             dcol = tl.zeros((M, NC), tl.float32)
             drow = tl.zeros((M, HS), tl.float32)
         else:
             taps = tl.zeros((M, 2 * HS), tl.float32)
             if HAS_REL:
                 taps = dot(q, rel, PRECISION)
-            table = _table(
-                *(taps, at_y, at_x, y0 - UP, x0 - LEFT, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
-            )
+            if FULL:
+                col = _axis_bias(taps, at_x, x0 - LEFT, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
+            else:
+                table = _table(
+                    *(taps, at_y, at_x, y0 - UP, x0 - LEFT, 0, LH, LW, KH, KW, HS, not ZEROS, HAS_REL, LARGE, dtype)
+                )
             dtable = tl.zeros((M, 2 * HS), tl.float32)
         dq = tl.zeros((M, G * DP), tl.float32)
-        dk_next = ()
-        dv_next = ()
-        for i in tl.static_range(CHUNKS):
+        for i in (tl.range if FULL else tl.static_range)(CHUNKS):
             halo_y = y0 - UP + i * NR + n // NC
             there = halo_in_x & (i * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
-            if PAIRS:
+            if APART:
                 codes = _row_codes(i * NR, NK, NC, HS, dtype)
-                s = dot_add(row, tl.trans(codes), col, TERMS)
+                s = dot_add(row, tl.trans(codes), col, PRECISION)
             else:
                 codes = _codes(i * NR, NR, NC, HS, dtype)
-                s = dot(table, tl.trans(codes), TERMS)
+                if FULL:
+                    down = i * NR
+                    row = _axis_bias(
+                        *(taps, at_y - down, y0 - UP + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype, HS)
+                    )
+                    s = tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
+                else:
+                    s = dot(table, tl.trans(codes), PRECISION)
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
                 s = dot_add(q, tl.trans(k), s, PRECISION)
@@ -310,35 +339,37 @@ def backward(
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
             ds = p * (dp - delta[:, None])
-            if PAIRS and HAS_COL:
+            if APART and HAS_COL:
                 dcol += tl.sum(tl.reshape(ds, (M, NR, NC)), 1)
             ds = ds.to(dtype)
-            dv_next = dv_next + (dot_add(tl.trans(p.to(dtype)), grad, dv[i], PRECISION),)
+            dv_chunk = dot_add(tl.trans(p.to(dtype)), grad, dv[0], PRECISION)
+            dk_chunk = dk[0]
             if HAS_K:
                 dq = dot_add(ds, k, dq, PRECISION)
-                dk_next = dk_next + (dot_add(tl.trans(ds), q, dk[i], PRECISION),)
-            else:
-                dk_next = dk_next + (dk[i],)
-            if PAIRS and HAS_ROW:
+                dk_chunk = dot_add(tl.trans(ds), q, dk_chunk, PRECISION)
+            if APART and HAS_ROW:
                 drow = dot_add(ds, codes, drow, PRECISION)
-            elif HAS_REL and not PAIRS:
+            elif HAS_REL and not APART:
                 dtable = dot_add(ds, codes, dtable, PRECISION)
             if i == 0:
-                # Written at once: the last chunk can have these registers.
+                # Written at once: the tile's last chunk can have these registers.
                 there = halo_in_x & _within(halo_y, LH)
                 done = origin + (halo_y * pitch)[:, None] + place
-                tl.store(dv_ptr + done, dv_next[0].to(dtype), mask=there[:, None] & real[None, :])
+                tl.store(dv_ptr + done, dv_chunk.to(dtype), mask=there[:, None] & real[None, :])
                 if HAS_K:
-                    tl.store(dk_ptr + done, (dk_next[0] * scale).to(dtype), mask=there[:, None] & real[None, :])
-        if PAIRS:
+                    tl.store(dk_ptr + done, (dk_chunk * scale).to(dtype), mask=there[:, None] & real[None, :])
+            dk = dk[1:] + (tl.where(i == 0, 0.0, dk_chunk),)
+            dv = dv[1:] + (tl.where(i == 0, 0.0, dv_chunk),)
+        if APART:
             if HAS_COL:
-                # Back from halo columns to taps: tap t came from t + at_x.
-                came = half + at_x[:, None]
-                fits = (came >= 0) & (came < NC) & (half < KW)
-                dtaps = tl.where(fits, tl.gather(dcol, came & (NC - 1), 1), 0.0).to(dtype)
+                dtaps = _to_taps(dcol, half, at_x, KW, NC).to(dtype)
                 dq = dot_add(dtaps, tl.trans(col_table), dq, PRECISION)
                 dcol_table = dot_add(tl.trans(dtaps), q, dcol_table, PRECISION)
-            if HAS_ROW:
+            if HAS_ROW and not PAIRS:
+                dtaps = _to_taps(drow, half, at_y, KH, HS).to(dtype)
+                dq = dot_add(dtaps, tl.trans(row_table), dq, PRECISION)
+                drow_table = dot_add(tl.trans(dtaps), q, drow_table, PRECISION)
+            elif HAS_ROW:
                 lower = (qy == 1)[:, None]
                 of_first = tl.where(lower, 0.0, drow).to(dtype)
                 of_second = tl.where(lower, drow, 0.0).to(dtype)
@@ -358,8 +389,6 @@ def backward(
             drel = dot_add(tl.trans(dtaps), q, drel, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
-        dk = dk_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
-        dv = dv_next[1:] + (tl.zeros((NK, G * DP), tl.float32),)
     for i in tl.static_range(CHUNKS - 1):
         halo_y = (tl.minimum(tiles, first + per_split) + i) * TY - UP + n // NC
         there = halo_in_x & _within(halo_y, LH)
@@ -372,16 +401,17 @@ def backward(
         if FAR:
             walk = walk.to(tl.int64)
         at = (walk * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
-        if PAIRS:
+        if APART:
             place = tl.arange(0, HS)[:, None]
             inner = place * (G * DP) + c[None, :]
             tl.store(drel_ptr + at + inner, dcol_table * scale)
-            # The halo's row r is tap r − (UP − PY) of the tile's first row, one less of its second.
-            total = tl.zeros((HS, G * DP), tl.float32)
-            for j in tl.static_range(2):
-                came = tl.broadcast_to(place + (UP - PY + j), (HS, G * DP))
-                there = (came >= 0) & (came < HS)
-                total += tl.where(there, tl.gather(drow_tables[j], came & (HS - 1), 0), 0.0)
+            total = drow_table
+            if PAIRS:
+                # The halo's row r is tap r − (UP − PY) of the tile's first row, one less of its second.
+                for j in tl.static_range(2):
+                    came = tl.broadcast_to(place + (UP - PY + j), (HS, G * DP))
+                    there = (came >= 0) & (came < HS)
+                    total += tl.where(there, tl.gather(drow_tables[j], came & (HS - 1), 0), 0.0)
             tl.store(drel_ptr + at + HS * G * DP + inner, total * scale)
         else:
             inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]

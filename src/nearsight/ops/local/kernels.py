@@ -9,8 +9,8 @@ nothing is shared with a neighbour; on one no taller either (WHOLE_Y), its own r
 Positions, window and image borders are not compared or fetched per logit: a query has a term for each row and each column of
 the halo, a large negative number where a tap is out of range. The forward adds the two by broadcasting. The backward's products
 start from the column terms and add the row terms by a product with one-hot codes of the halo's rows, which gather their gradient
-too (PAIRS: tiles of two rows); elsewhere one table [M, 2·HS] and codes of columns and rows serve for both. Dilation is a view:
-each phase of the lattice is an image of its own with longer strides.
+too; on small maps one table [M, 2·HS] and codes of columns and rows serve for both, in float32 for the gradient only. Dilation
+is a view: each phase of the lattice is an image of its own with longer strides.
 
 Logits are kept unscaled; `scale_log2` (scale·log₂e) enters with the exponential, and the saved log-sum-exp is in those units.
 """
@@ -123,7 +123,7 @@ def _row_terms(
 
 
 @triton.jit
-def _row_codes(FIRST: tl.constexpr, NK: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
+def _row_codes(FIRST, NK: tl.constexpr, NC: tl.constexpr, HS: tl.constexpr, dtype: tl.constexpr):
     """One-hot codes [NK, HS] of the halo's rows, for a chunk from row FIRST on."""
     row = tl.arange(0, NK)[:, None] // NC + FIRST
     return tl.where(row == tl.arange(0, HS)[None, :], 1.0, 0.0).to(dtype)

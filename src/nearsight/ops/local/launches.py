@@ -103,8 +103,9 @@ def prepare_launch(call: LocalCall, kernel: str, lean: int = 0, ring: bool = Fal
         constants["HT"] = max(8, taps)
     else:
         # Of row terms there are as many as a product is deep.
-        places = 16 if kernel == "walk" and shape.ty == 2 else 8
-        constants["HS"] = max(places, shape.nc, next_power_of_two(shape.nr * shape.chunks), taps)
+        places = 16 if kernel == "queries" or (kernel == "walk" and shape.ty == 2) else 8
+        columns = 0 if kernel == "queries" else shape.nc
+        constants["HS"] = max(places, columns, next_power_of_two(shape.nr * shape.chunks), taps)
         constants["ZEROS"] = border == "zeros"
     if kernel in ("forward", "walk"):
         constants |= {"WHOLE_Y": shape.whole_y, "WHOLE_X": shape.whole_x}

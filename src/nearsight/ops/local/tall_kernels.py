@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from nearsight.ops.arithmetic.kernels import dot, dot_add
-from nearsight.ops.local.gradient_kernels import _codes, _load_lse, _probabilities, _relative
-from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _strip, _within
+from nearsight.ops.local.gradient_kernels import _load_lse, _probabilities, _relative, _to_taps
+from nearsight.ops.local.kernels import RUNTIME, _axis_bias, _half_table, _row_codes, _strip, _within
 
 __all__ = ["backward_keys", "backward_queries"]
 
@@ -104,11 +104,13 @@ def backward_queries(
     k_cols = (halo_x * dil_x * k_x)[:, None] + (hc * k_h + c % DP)[None, :]
     v_cols = (halo_x * dil_x * v_x)[:, None] + (hc * v_h + c % DP)[None, :]
     pixel0 = image * H * W
-    codes = _codes(0, NR, NC, HS, dtype)
-    slot = tl.arange(0, 2 * HS)[None, :]
-    if HAS_REL:
-        rel = _relative(row_ptr, col_ptr, row_head, col_head, h0, heads, KH, KW, D, DP, G, HS, HAS_ROW, HAS_COL, dtype)
-    drel = tl.zeros((2 * HS, G * DP), tl.float32)
+    slot = tl.arange(0, HS)[None, :]
+    if HAS_COL:
+        col_table = _half_table(col_ptr, col_head, h0, heads, KW, D // 2, D, DP, G, HS, dtype)
+    if HAS_ROW:
+        row_table = _half_table(row_ptr, row_head, h0, heads, KH, 0, D, DP, G, HS, dtype)
+    dcol_table = tl.zeros((HS, G * DP), tl.float32)
+    drow_table = tl.zeros((HS, G * DP), tl.float32)
     per_split = (tiles + splits - 1) // splits
     for tile in range(split * per_split, tl.minimum(tiles, (split + 1) * per_split)):
         y0 = tile * TY
@@ -125,18 +127,22 @@ def backward_queries(
         stat_in = inside & (h0 + g < heads)
         tl.store(delta_ptr + stat_at, delta, mask=stat_in)
         lse, rest = _load_lse(lse_ptr, stat_at, stat_in, LARGE, LSE_PARTS)
-        taps = tl.zeros((M, 2 * HS), tl.float32)
-        if HAS_REL:
-            taps = dot(q, rel, PRECISION)
-        col = _axis_bias(taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
+        col_taps = tl.zeros((M, HS), tl.float32)
+        row_taps = tl.zeros((M, HS), tl.float32)
+        if HAS_COL:
+            col_taps = dot(q, col_table, PRECISION)
+        if HAS_ROW:
+            row_taps = dot(q, row_table, PRECISION)
+        col = _axis_bias(col_taps, qx, x0 - PX, LW, KW, NC, HS, not ZEROS, HAS_COL, LARGE, dtype)
         dq = tl.zeros((M, G * DP), tl.float32)
-        dtaps = tl.zeros((M, 2 * HS), tl.float32)
+        dcol = tl.zeros((M, NC), tl.float32)
+        drow = tl.zeros((M, HS), tl.float32)
         for chunk in range(CHUNKS):
             halo_y = y0 - PY + chunk * NR + n // NC
             there = halo_in_x & (chunk * NR + n // NC < TY + KH - 1) & _within(halo_y, LH)
             load = there[:, None] & real[None, :]
             down = chunk * NR
-            row = _axis_bias(taps, qy - down, y0 - PY + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype, HS)
+            row = _axis_bias(row_taps, qy - down, y0 - PY + down, LH, KH, NR, HS, not ZEROS, HAS_ROW, LARGE, dtype)
             s = tl.reshape(row[:, :, None] + col[:, None, :], (M, NK))
             if HAS_K:
                 k = tl.load(k_ptr + (halo_y * dil_y * k_y)[:, None] + k_cols, mask=load, other=0.0)
@@ -148,21 +154,26 @@ def backward_queries(
             p = _probabilities(s, scale_log2, lse[:, None], rest[:, None], LSE_PARTS)
             v = tl.load(v_ptr + (halo_y * dil_y * v_y)[:, None] + v_cols, mask=load, other=0.0)
             dp = dot(grad, tl.trans(v), PRECISION)
-            ds = (p * (dp - delta[:, None])).to(dtype)
+            ds = p * (dp - delta[:, None])
             if HAS_K:
-                dq = dot_add(ds, k, dq, PRECISION)
-            if HAS_REL:
-                dtable = dot(ds, codes, PRECISION)
-                # Back from halo columns and rows to taps: column tap t came from t + qx, row tap t from t + qy − rows.
-                came = tl.where(slot < HS, slot + qx[:, None], slot - HS + qy[:, None] - chunk * NR)
-                fits = (came >= 0) & (came < HS) & tl.where(slot < HS, slot < KW, slot - HS < KH)
-                fits = fits & ((slot < HS) | (came < NR))
-                moved = tl.gather(dtable, (came & (HS - 1)) | (slot & HS), 1)
-                dtaps += tl.where(fits, moved, 0.0)
-        if HAS_REL:
-            dtaps_low = dtaps.to(dtype)
-            dq = dot_add(dtaps_low, tl.trans(rel), dq, PRECISION)
-            drel = dot_add(tl.trans(dtaps_low), q, drel, PRECISION)
+                dq = dot_add(ds.to(dtype), k, dq, PRECISION)
+            if HAS_COL:
+                dcol += tl.sum(tl.reshape(ds, (M, NR, NC)), 1)
+            if HAS_ROW and LSE_PARTS == 1:
+                drow = dot_add(ds.to(dtype), _row_codes(down, NK, NC, HS, dtype), drow, PRECISION)
+            elif HAS_ROW:
+                # Each row's sum at its place: here the product is three.
+                sums = tl.sum(tl.reshape(ds, (M, NR, NC)), 2)[:, :, None]
+                place = tl.arange(0, NR)[None, :, None] + down == slot[:, None, :]
+                drow += tl.sum(tl.where(place, sums, 0.0), 1)
+        if HAS_COL:
+            dtaps = _to_taps(dcol, slot, qx, KW, NC).to(dtype)
+            dq = dot_add(dtaps, tl.trans(col_table), dq, PRECISION)
+            dcol_table = dot_add(tl.trans(dtaps), q, dcol_table, PRECISION)
+        if HAS_ROW:
+            dtaps = _to_taps(drow, slot, qy, KH, HS).to(dtype)
+            dq = dot_add(dtaps, tl.trans(row_table), dq, PRECISION)
+            drow_table = dot_add(tl.trans(dtaps), q, drow_table, PRECISION)
         dq_at = (pixel * grad_pixel)[:, None] + (hc * D + c % DP)[None, :]
         tl.store(dq_ptr + dq_at, (dq * scale).to(dtype), mask=mine)
     if HAS_REL:
@@ -170,8 +181,9 @@ def backward_queries(
         if FAR:
             walk = walk.to(tl.int64)
         at = (walk * tl.num_programs(1) + tl.program_id(1)) * (2 * HS * G * DP)
-        inner = tl.arange(0, 2 * HS)[:, None] * (G * DP) + c[None, :]
-        tl.store(drel_ptr + at + inner, drel * scale)
+        inner = tl.arange(0, HS)[:, None] * (G * DP) + c[None, :]
+        tl.store(drel_ptr + at + inner, dcol_table * scale)
+        tl.store(drel_ptr + at + HS * G * DP + inner, drow_table * scale)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -238,7 +250,8 @@ def backward_keys(
     MQ: tl.constexpr = TY * TX
     M: tl.constexpr = MQ * G
     NK: tl.constexpr = NR * NC
-    SL: tl.constexpr = 2 * TX
+    SL: tl.constexpr = 16  # as deep as a product
+    tl.static_assert(TX + TY <= SL)
     HAS_REL: tl.constexpr = HAS_ROW or HAS_COL
     # Three TF32 products keep 22 bits of a term and cut their sums.
     TERMS: tl.constexpr = "ieee" if PRECISION == "tf32x3" else PRECISION
