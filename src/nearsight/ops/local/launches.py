@@ -388,7 +388,7 @@ def _walk(
     use, fixed = launch.runtime, launch.constants
     rings = _ring_kernels() if launch.shape.ahead else None
     if rings is not None and use["splits"] == 1:
-        _walk_in_place(rings[1], t, launch, numbers, into, partial)
+        _walk_in_turns(rings[1], t, launch, numbers, into, partial)
         return partial
     per_split = ceil_div(use["tiles"], use["splits"])
     rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
@@ -400,25 +400,25 @@ def _walk(
     if rings is None:
         launch_kernel(gradient_kernels.backward, launch.grid, *tensors, t.mask, **use, **numbers, **fixed)
     else:
-        # No strip waits for another: what stands for the flags is never touched.
-        tensors = (*tensors[:10], partial, *tensors[10:])
-        _launch_ring(rings[1], launch, tensors, **numbers, first_turn=0, IN_PLACE=False)
+        _launch_ring(rings[1], launch, tensors, **numbers, TURN=-1)
     if fixed["WHOLE_X"]:
         return partial
     return add_shares((dk_share, dv_share), launch, numbers["grad_pixel"], into, partial, many_tables)
 
 
-def _walk_in_place(
+def _walk_in_turns(
     kernel: Any, t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor
 ) -> None:
-    """The ring's walk over every second strip, which write dk and dv, and over those between, which add to them."""
+    """The ring's walk over every second strip, which write dk and dv, then over those between, which add to them."""
     strips, groups = launch.runtime["strips"], launch.grid[1]
-    images = launch.grid[0] // strips
-    # Strips between two others wait until those are done. Programs are started in order, the first turn's before them.
-    flags = torch.zeros(images * groups * strips, dtype=torch.int32, device=t.q.device)
-    tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, *into, partial, flags, t.row, t.col)
-    first_turn = images * groups * ceil_div(strips, 2)
-    _launch_ring(kernel, launch, tensors, **numbers, first_turn=first_turn, IN_PLACE=True)
+    images, done = launch.grid[0] // strips, 0
+    for turn in range(min(2, strips)):
+        own = ceil_div(strips - turn, 2)
+        part = launch._replace(grid=(images * own, groups), runtime=launch.runtime | {"strips": own})
+        tables = partial[done : done + images * own]
+        tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, *into, tables, t.row, t.col)
+        _launch_ring(kernel, part, tensors, **numbers, TURN=turn)
+        done += images * own
 
 
 def _two_passes(

@@ -1,8 +1,8 @@
 """The backward of local attention in one walk down each strip, with the ring of `ring_kernels.py`.
 
-Two strips side by side share kw − 1 columns of dk and dv, two with one between them none. So every second strip goes first and writes
-dk and dv where they belong; those between read what is there and add their own, each as soon as its neighbours say that they are done.
-Where a strip is cut into splits, which share rows, each leaves its share of dk and dv instead, as the walk of `gradient_kernels.py` does.
+Two strips side by side share kw − 1 columns of dk and dv, two with one between them none. So the strips go in two turns, every second
+one first: those write dk and dv where they belong, the others read what is there and add their own. Where a strip is cut into
+splits, which share rows, each leaves its share of dk and dv instead, as the walk of `gradient_kernels.py` does.
 """
 # mypy: ignore-errors
 
@@ -142,75 +142,6 @@ def _plus(a, b):
     return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
 
 
-# One place a lane, for what all lanes do alike.
-ALIKE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-
-
-@gluon.jit
-def _say_done(flag_ptr):
-    """All that this program wrote can be seen by whoever sees its flag."""
-    at = flag_ptr + gl.arange(0, 32, ALIKE) * 0
-    gl.inline_asm_elementwise(
-        """
-        {
-        bar.warp.sync 0xffffffff;
-        mov.b32 $0, 1;
-        st.release.gpu.global.b32 [$1], $0;
-        }
-        """,
-        "=&r,l",
-        [at],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _wait_until_done(flag_ptr, waits):
-    """Until another program said so, if this one `waits`. It was started earlier, so it runs and will: none waits in its turn."""
-    at = flag_ptr + gl.arange(0, 32, ALIKE) * 0
-    waits = waits + gl.arange(0, 32, ALIKE) * 0
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        setp.ne.s32 p, $2, 0;
-        @p bra LOOK_${:uid};
-        bra.uni SEEN_${:uid};
-        LOOK_${:uid}:
-        ld.acquire.gpu.global.b32 $0, [$1];
-        setp.eq.s32 p, $0, 0;
-        @p bra LOOK_${:uid};
-        SEEN_${:uid}:
-        mov.b32 $0, 0;
-        }
-        """,
-        "=&r,l,r",
-        [at, waits],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _on_map(y, H):
-    """The row, or the closest one: of rows that are not on the map nothing is written, so anything may be read."""
-    return gl.minimum(gl.maximum(y, 0), H - 1)
-
-
-@gluon.jit
-def _turn_of(pid, first_turn, groups, strips):
-    """Of programs without splits: group of heads, strip, image, and whether (1 or 0) it is a strip between two that come first."""
-    later = gl.where(pid < first_turn, 0, 1)
-    pid = pid - later * first_turn
-    group = pid % groups
-    pid = pid // groups
-    own = (strips + 1 - later) // 2
-    return group, 2 * (pid % own) + later, (pid // own).to(gl.int64), later
-
-
 @gluon.jit
 def _tables(
     row_ptr,
@@ -247,7 +178,6 @@ def ring_backward(
     dk_ptr,
     dv_ptr,
     drel_ptr,
-    flag_ptr,
     row_ptr,
     col_ptr,
     H,
@@ -257,7 +187,6 @@ def ring_backward(
     strips,
     splits,
     tiles,
-    first_turn,
     q_b,
     q_y,
     q_x,
@@ -280,12 +209,12 @@ def ring_backward(
     v_h: gl.constexpr,
     LARGE: gl.constexpr,
     AHEAD: gl.constexpr,
-    IN_PLACE: gl.constexpr,
+    TURN: gl.constexpr,
 ):
     """Every gradient of a strip in one walk: dq, dk and dv, and the strip's share of the relative tables.
 
     dk and dv of a row of the halo stay in registers while the walk passes over it. P and dS are transposed in registers.
-    IN_PLACE: the first `first_turn` programs are strips 0, 2, …, the others those between; else dk and dv are left as shares.
+    TURN 0: strips 0, 2, …; 1: strips 1, 3, …, after those; −1: all strips, whose dk and dv are left as shares.
     """
     G: gl.constexpr = 16 // D
     HALO: gl.constexpr = (KH + 2) // 2
@@ -300,11 +229,9 @@ def ring_backward(
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
     program = gl.program_id(0)
     group, x0, image, per_split, first, last = strip_of(program, groups, splits, strips, tiles)
-    if IN_PLACE:
-        group, strip, image, later = _turn_of(program, first_turn, groups, strips)
-        x0 = strip * 8
-        flag = flag_ptr + (image * groups + group) * strips + strip
     h0 = group * G
+    if TURN >= 0:
+        x0 = 2 * x0 + 8 * TURN
 
     keys = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
     values = gl.allocate_shared_memory(dtype, [CHUNKS, 32, 16], SHARED)
@@ -315,7 +242,7 @@ def ring_backward(
     stages = ()
     for _ in gl.static_range(4):
         stages = stages + (gl.allocate_shared_memory(dtype, [16, 16], SHARED),)
-    if IN_PLACE:
+    if TURN == 1:
         # What the strips at both sides left of two rows of dk, then of dv.
         before = gl.allocate_shared_memory(dtype, [4 * (AHEAD + 1), 16, 16], SHARED)
 
@@ -330,7 +257,7 @@ def ring_backward(
     dq_at = dq_ptr + image * H * W * grad_pixel + group * 16 + (((qy * W + qx) * grad_pixel)[:, None] + channel)
     pixel = gl.arange(0, 16, gl.SliceLayout(1, COPY))
     share_in = (within(x0 - PX + pixel, W) & (pixel < 7 + KW))[:, None] & (channel >= 0)
-    if not IN_PLACE:
+    if TURN < 0:
         # Shares: [program, row of the strip, 16 pixels, 16 channels], from the strip's first row on.
         row_step = 256
         top = program.to(gl.int64) * (per_split + HALO - 1) * 512 - (2 * first - PY) * row_step
@@ -341,12 +268,10 @@ def ring_backward(
         at = ((x0 - PX + pixel) * grad_pixel)[:, None] + channel
     dk_top = dk_ptr + top
     dv_top = dv_ptr + top
-    if IN_PLACE:
+    shared_in = share_in
+    if TURN == 1:
         # Columns to the right that no strip after this one has, hold nothing yet.
-        neighbours = (pixel < KW - 1) | ((pixel >= 8) & (x0 + 8 < W))
-        shared_in = share_in & (neighbours & (later > 0))[:, None]
-        _wait_until_done(flag - later, later)
-        _wait_until_done(flag + gl.where(x0 + 8 < W, later, -later), later)
+        shared_in = share_in & ((pixel < KW - 1) | ((pixel >= 8) & (x0 + 8 < W)))[:, None]
 
     rc = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
     rs = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
@@ -394,11 +319,12 @@ def ring_backward(
         copy(queries.index(a), q_at + y * q_y, mask=use)
         copy(grads.index(a), g_at + y * W * o_x, mask=use)
         copy(outs.index(a), o_at + y * W * o_x, mask=use)
-        if IN_PLACE:
+        if TURN == 1:
             for j in gl.static_range(2):
-                y = _on_map(2 * (first + a) - PY + j, H)
-                copy(before.index(4 * a + j), dk_top + y * row_step + at, mask=shared_in)
-                copy(before.index(4 * a + 2 + j), dv_top + y * row_step + at, mask=shared_in)
+                y = 2 * (first + a) - PY + j
+                use = shared_in & within(y, H)
+                copy(before.index(4 * a + j), dk_top + y * row_step + at, mask=use)
+                copy(before.index(4 * a + 2 + j), dv_top + y * row_step + at, mask=use)
         commit()
 
     # Heads first, then rows.
@@ -416,23 +342,24 @@ def ring_backward(
     for tile in range(first, last):
         wait(AHEAD - 1)
         # The chunk behind the tile is free: into it comes what a later tile adds, never above the image. Nothing after the last.
-        next_tile = tile + AHEAD
+        later = tile + AHEAD
         free = slot - 1
         free = gl.where(free < 0, CHUNKS - 1, free)
-        end = gl.where(next_tile < last, H, 0)
-        y = 2 * (next_tile + HALO - 1) - PY
+        end = gl.where(later < last, H, 0)
+        y = 2 * (later + HALO - 1) - PY
         use = halo_in & ((y + halo_y) < end)[:, None]
         copy(keys.index(free), k_at + y * k_y, mask=use)
         copy(values.index(free), v_at + y * v_y, mask=use)
-        use = query_in & ((2 * next_tile + qy) < end)[:, None]
-        copy(queries.index(q_free), q_at + (2 * next_tile) * q_y, mask=use)
-        copy(grads.index(q_free), g_at + (2 * next_tile) * W * o_x, mask=use)
-        copy(outs.index(q_free), o_at + (2 * next_tile) * W * o_x, mask=use)
-        if IN_PLACE:
+        use = query_in & ((2 * later + qy) < end)[:, None]
+        copy(queries.index(q_free), q_at + (2 * later) * q_y, mask=use)
+        copy(grads.index(q_free), g_at + (2 * later) * W * o_x, mask=use)
+        copy(outs.index(q_free), o_at + (2 * later) * W * o_x, mask=use)
+        if TURN == 1:
             for j in gl.static_range(2):
-                y = _on_map(2 * next_tile - PY + j, H)
-                copy(before.index(4 * q_free + j), dk_top + y * row_step + at, mask=shared_in)
-                copy(before.index(4 * q_free + 2 + j), dv_top + y * row_step + at, mask=shared_in)
+                y = 2 * later - PY + j
+                use = shared_in & within(y, end)
+                copy(before.index(4 * q_free + j), dk_top + y * row_step + at, mask=use)
+                copy(before.index(4 * q_free + 2 + j), dv_top + y * row_step + at, mask=use)
         commit()
         stats_next = ()
         for h in gl.static_range(G):
@@ -504,7 +431,7 @@ def ring_backward(
                             there = share_in & within(y, H)
                             dk_out = stages[2 * j].load(COPY)
                             dv_out = stages[2 * j + 1].load(COPY)
-                            if IN_PLACE:
+                            if TURN == 1:
                                 dk_out = _plus(dk_out, before.index(4 * q_slot + j).load(COPY))
                                 dv_out = _plus(dv_out, before.index(4 * q_slot + 2 + j).load(COPY))
                             gl.store(dk_top + y * row_step + at, dk_out, mask=there)
@@ -535,12 +462,13 @@ def ring_backward(
         q_free = gl.where(q_free == AHEAD, 0, q_free + 1)
 
     wait(0)
-    if IN_PLACE:
+    if TURN == 1:
         # In the ring's place, all at once.
         for r in gl.static_range(KEPT):
-            y = _on_map(2 * last - PY + r, H)
-            copy(keys.index(r // 2).slice(r % 2 * 16, 16, 0), dk_top + y * row_step + at, mask=shared_in)
-            copy(values.index(r // 2).slice(r % 2 * 16, 16, 0), dv_top + y * row_step + at, mask=shared_in)
+            y = 2 * last - PY + r
+            use = shared_in & within(y, H)
+            copy(keys.index(r // 2).slice(r % 2 * 16, 16, 0), dk_top + y * row_step + at, mask=use)
+            copy(values.index(r // 2).slice(r % 2 * 16, 16, 0), dv_top + y * row_step + at, mask=use)
         commit()
         wait(0)
     for r in gl.static_range(KEPT):
@@ -551,7 +479,7 @@ def ring_backward(
         there = share_in & within(y, H)
         dk_out = stages[r % 2 * 2].load(COPY)
         dv_out = stages[r % 2 * 2 + 1].load(COPY)
-        if IN_PLACE:
+        if TURN == 1:
             dk_out = _plus(dk_out, keys.index(r // 2).slice(r % 2 * 16, 16, 0).load(COPY))
             dv_out = _plus(dv_out, values.index(r // 2).slice(r % 2 * 16, 16, 0).load(COPY))
         gl.store(dk_top + y * row_step + at, dk_out, mask=there)
@@ -562,5 +490,3 @@ def ring_backward(
     spot = program.to(gl.int64) * 512
     for h in gl.static_range(G):
         gl.store(drel_ptr + spot + ((tm + tm // 8 * 8) * 16 + h * D + tc), dtables[h] * scale)
-    if IN_PLACE:
-        _say_done(flag)

@@ -55,7 +55,7 @@ commit = async_copy.commit_group
 wait = async_copy.wait_group
 
 # Sizes of one image: compiling again for each would cost a second per new size.
-RUNTIME = ["H", "W", "images", "heads", "groups", "strips", "splits", "tiles", "first_turn", "row_head", "col_head"]
+RUNTIME = ["H", "W", "images", "heads", "groups", "strips", "splits", "tiles", "row_head", "col_head"]
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
