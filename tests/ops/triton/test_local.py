@@ -119,6 +119,11 @@ def test_a_window_too_tall_for_the_walk():
 
 
 @interpreted
+def test_heads_too_wide_for_the_walk():
+    compare(make(window=(3, 3), size=(4, 5), mask=0.8, heads=1, dim=72), (3, 3))
+
+
+@interpreted
 def test_a_halo_of_many_chunks():
     window = (21, 3)
     inputs = make(window=window, size=(9, 5), mask=0.8, heads=1)

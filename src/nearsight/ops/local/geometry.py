@@ -8,11 +8,16 @@ from typing import NamedTuple
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.triton_support import INT32_LIMIT, multiprocessors, next_power_of_two
 
-__all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "plan"]
+__all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "in_one_walk", "plan"]
 
-# Taller windows keep more chunks of dk and dv in flight than registers hold; by bytes of a number (H200, 28×28×128: two passes
-# take 1.4 times as long as the walk at 11×11 in bfloat16, a third of it in float32).
+# Taller windows keep more chunks of dk and dv in flight than registers hold, and so do wider heads; by bytes of a number.
 TALLEST_WALK = {2: 11, 4: 7}
+WIDEST_WALK = {2: 128, 4: 64}
+
+
+def in_one_walk(size: int, dim: int, kh: int) -> bool:
+    """Whether the gradients come of one walk down each strip, or of two passes: numbers of `size` bytes."""
+    return kh <= TALLEST_WALK[size] and dim <= WIDEST_WALK[size]
 
 
 class Plan(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.fitting import fitted
-from nearsight.ops.local.geometry import TALLEST_WALK, Geometry, ceil_div, plan
+from nearsight.ops.local.geometry import Geometry, ceil_div, in_one_walk, plan
 from nearsight.ops.local.sum_launches import add_shares, sum_relative, too_many
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
@@ -324,7 +324,7 @@ def _launch_gradients(
     q, k, v, rel_row, rel_col, *_ = call
     tables = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=q.device) for t in (rel_row, rel_col)]
     found = [t for t in tables if t is not None]
-    walk = call.window[0] <= TALLEST_WALK[q.element_size()]
+    walk = in_one_walk(q.element_size(), q.shape[-1], call.window[0])
     if walk and lean >= 2:
         # Leaner than any walk: two passes, from the measured ones on.
         walk, lean = False, lean - 2
@@ -387,7 +387,8 @@ def _walk(
     dq, dk, dv = into
     use, fixed = launch.runtime, launch.constants
     rings = _ring_kernels() if launch.shape.ahead else None
-    if rings is not None and use["splits"] == 1:
+    # At head dim 8 shares are as fast (README); splits share rows too, for which two turns are too few.
+    if rings is not None and use["splits"] == 1 and fixed["D"] == 16:
         _walk_in_turns(rings[1], t, launch, numbers, into, partial)
         return partial
     per_split = ceil_div(use["tiles"], use["splits"])

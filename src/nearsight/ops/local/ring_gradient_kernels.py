@@ -1,8 +1,8 @@
 """The backward of local attention in one walk down each strip, with the ring of `ring_kernels.py`.
 
-Two strips side by side share kw − 1 columns of dk and dv, two with one between them none. So the strips go in two turns, every second
-one first: those write dk and dv where they belong, the others read what is there and add their own. Where a strip is cut into
-splits, which share rows, each leaves its share of dk and dv instead, as the walk of `gradient_kernels.py` does.
+It leaves dq, and shares of dk, dv and the relative tables, as the walk of `gradient_kernels.py` does; or, in two turns, dk and dv
+themselves: two strips side by side share kw − 1 columns of these, two with one between them none, so every second strip goes first and
+writes them where they belong, and those between read what is there and add their own.
 """
 # mypy: ignore-errors
 
@@ -224,6 +224,8 @@ def ring_backward(
     PY: gl.constexpr = (KH - 1) // 2
     PX: gl.constexpr = (KW - 1) // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    # After which row of the halo the two rows that the walk leaves behind are written, as it compiled best.
+    OUT_AFTER: gl.constexpr = min(2 * HALO, 5 if D == 16 and TURN < 0 else 4)
     # Whether P and dS are transposed before the next row's first products, as was faster, or after them.
     EARLY: gl.constexpr = D == 16
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
@@ -425,7 +427,7 @@ def ring_backward(
                         # The walk leaves these rows behind.
                         channels(stages[2 * r - 2], h, D).store((dk_row * scale).to(dtype))
                         channels(stages[2 * r - 1], h, D).store(dv_row.to(dtype))
-                    if r == min(4, 2 * HALO) and h == G - 1:
+                    if r == OUT_AFTER and h == G - 1:
                         for j in gl.static_range(2):
                             y = 2 * tile - PY + j
                             there = share_in & within(y, H)
