@@ -154,7 +154,6 @@ def _walk(
     WB: tl.constexpr,
     ROWS: tl.constexpr,
     EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -174,8 +173,6 @@ def _walk(
             logits = ()
             addend = ()
             best = largest
-            if not AHEAD:
-                rows = _of_rows(by_row_ptr, i, y0, H, n, ROWS)
             for r in tl.static_range(ROWS):
                 _, s = _logits_of_row(q, column, x, y0 + r, d, k_ptr, mask_ptr, q_n, W, n, D, HAS_MASK, PRECISION)
                 a = rows[r].to(tl.float32)
@@ -183,9 +180,8 @@ def _walk(
                     best = tl.maximum(best, tl.max(s, 1) + a)
                 logits = logits + (s,)
                 addend = addend + (a,)
-            if AHEAD:
-                # Too narrow for the compiler to fetch them a step before they are needed.
-                rows = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
+            # Too narrow for the compiler to fetch them a step before they are needed.
+            rows = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
             if EXACT:
                 fade = exp2((largest - best) * unit)
                 largest = best
@@ -249,7 +245,6 @@ def forward(
     ROWS: tl.constexpr,
     HB: tl.constexpr,
     BOUND: tl.constexpr,
-    AHEAD: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -287,12 +282,12 @@ def forward(
             bound = _top(i, by_row_ptr, by_col_ptr, H, W, n, pitch, WB, HB) + reach
             out, total, largest = _walk(
                 q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, bound, q_n, H, W, n, pitch, unit,
-                D, DV, DP, DVP, M, WB, ROWS, False, AHEAD, HAS_MASK, PRECISION,
+                D, DV, DP, DVP, M, WB, ROWS, False, HAS_MASK, PRECISION,
             )
         else:
             out, total, largest = _walk(
                 q, i, k_ptr, v_ptr, by_row_ptr, by_col_ptr, mask_ptr, largest, q_n, H, W, n, pitch, unit,
-                D, DV, DP, DVP, M, WB, ROWS, True, AHEAD, HAS_MASK, PRECISION,
+                D, DV, DP, DVP, M, WB, ROWS, True, HAS_MASK, PRECISION,
             )
     else:
         out, total, largest = _walk(
@@ -318,7 +313,6 @@ def forward(
             WB,
             ROWS,
             True,
-            AHEAD,
             HAS_MASK,
             PRECISION,
         )
@@ -395,7 +389,6 @@ def query_gradients(
     WB: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,
     CHANNELS: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -455,11 +448,8 @@ def query_gradients(
         ahead = _of_rows(by_row_ptr, i, 0, H, n, ROWS)
         for y0 in range(0, H, ROWS):
             of_rows = tl.zeros((M, 8), tl.float32)
-            if AHEAD:
-                rows = ahead
-                ahead = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
-            else:
-                rows = _of_rows(by_row_ptr, i, y0, H, n, ROWS)
+            rows = ahead
+            ahead = _of_rows(by_row_ptr, i, y0 + ROWS, H, n, ROWS)
             for r in tl.static_range(ROWS):
                 k, p, dp = _keys_of_row(
                     q, grad, column, rows[r], lse, rest, x, y0 + r, d, e, k_ptr, v_ptr, mask_ptr, q_n, W, n, unit,

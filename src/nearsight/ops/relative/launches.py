@@ -66,8 +66,6 @@ FORWARD_LARGE, QUERY_GRADIENTS_LARGE, KEY_GRADIENTS_LARGE = QueryTile(64, 4, 1),
 # Both.
 FORWARD_LARGEST, QUERY_GRADIENTS_LARGEST = QueryTile(32, 4, 1), QueryTile(32, 4, 1)
 KEY_GRADIENTS_LARGEST = KeyTile(32, 4, 16)
-# Whether logits by row are fetched a step before they are needed (not timed).
-AHEAD = True
 # Programs wanted of the kernels that go along the batch.
 PROGRAMS = 2048
 
@@ -237,7 +235,6 @@ def _fit(tile: QueryTile, call: RelativeCall) -> tuple[int, dict[str, Any]]:
         **call.head_dims(),
         "M": queries,
         "WB": call.block(),
-        "AHEAD": AHEAD,
         "ROWS": min(tile.rows * WIDEST_BLOCK // call.block(), next_power_of_two(call.height)),
         **call.flags(),
         **_resources(tile, queries / tile.queries),
