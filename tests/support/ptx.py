@@ -762,8 +762,8 @@ def _make_turn(match: re.Match[str], operands: list[str], text: str) -> Step:
 
 
 def _make_product(match: re.Match[str], operands: list[str], text: str) -> Step:
-    """D = A·B + C of 16×16, 16×8 and 16×8, spread over a warp as PTX says."""
-    widen = HALVES[match[1]][1]
+    """D = A·B + C of 16×depth, depth×8 and 16×8, spread over a warp as PTX says."""
+    depth, widen = int(match[1]), HALVES[match[2]][1]
     out, left, right, start = (_list(o) for o in operands)
 
     def warps(block: _Block, names: list[str]) -> np.ndarray:
@@ -772,12 +772,12 @@ def _make_product(match: re.Match[str], operands: list[str], text: str) -> Step:
         return np.ascontiguousarray(np.stack(found)).reshape(len(names), -1, 8, 4)
 
     def product(block: _Block, on: Any) -> None:
-        a = widen(warps(block, left).view(np.uint16)).reshape(2, 2, -1, 8, 4, 2)
-        b = widen(warps(block, right).view(np.uint16)).reshape(2, -1, 8, 4, 2)
+        a = widen(warps(block, left).view(np.uint16)).reshape(depth // 8, 2, -1, 8, 4, 2)
+        b = widen(warps(block, right).view(np.uint16)).reshape(depth // 8, -1, 8, 4, 2)
         c = warps(block, start).view(np.float32).reshape(2, 2, -1, 8, 4)
         many = a.shape[2]
-        a = a.transpose(2, 1, 3, 0, 4, 5).reshape(many, 16, 16).astype(np.float64)
-        b = b.transpose(1, 0, 3, 4, 2).reshape(many, 16, 8).astype(np.float64)
+        a = a.transpose(2, 1, 3, 0, 4, 5).reshape(many, 16, depth).astype(np.float64)
+        b = b.transpose(1, 0, 3, 4, 2).reshape(many, depth, 8).astype(np.float64)
         c = c.transpose(2, 0, 3, 4, 1).reshape(many, 16, 8)
         d = (a @ b + c).astype(np.float32).view(np.uint32)
         d = np.ascontiguousarray(d.reshape(many, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3))
@@ -827,7 +827,7 @@ MADE: list[tuple[str, Callable[[re.Match[str], list[str], str], Step]]] = [
     (r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", _make_load_matrix),
     (r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", _make_store_matrix),
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", _make_turn),
-    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.(?:bf16|f16)\.f32", _make_product),
+    (r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(bf16|f16)\.(?:bf16|f16)\.f32", _make_product),
     (r"shfl\.sync\.(idx|bfly)\.b32", _make_shuffle),
     (r"redux\.sync\.max\.u32", _make_largest),
 ]

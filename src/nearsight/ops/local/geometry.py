@@ -10,9 +10,9 @@ from nearsight.ops.triton_support import INT32_LIMIT, multiprocessors, next_powe
 
 __all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "in_one_walk", "plan"]
 
-# Taller windows keep more chunks of dk and dv in flight than registers hold, and so do wider heads; by bytes of a number.
-TALLEST_WALK = {2: 11, 4: 7}
-WIDEST_WALK = {2: 128, 4: 64}
+# Taller windows keep more chunks of dk and dv in flight than registers hold, and so do wider heads; by bytes of a number (README).
+TALLEST_WALK = {2: 13, 4: 7}
+WIDEST_WALK = {2: 128, 4: 16}
 
 
 def in_one_walk(size: int, dim: int, kh: int) -> bool:
@@ -139,7 +139,7 @@ class _Ring(NamedTuple):
 
 # Strips whose halo stays in shared memory, by head dim; measured at 56×56 and 28×28. A program has 16 channels of a pixel.
 RINGS = {
-    ("forward", 8): _Ring(1, 112),
+    ("forward", 8): _Ring(1, 120),
     ("forward", 16): _Ring(1, 112),
     ("walk", 8): _Ring(2, None),
     ("walk", 16): _Ring(1, None),

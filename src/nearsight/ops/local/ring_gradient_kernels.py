@@ -1,8 +1,8 @@
 """The backward of local attention in one walk down each strip, with the ring of `ring_kernels.py`.
 
 It leaves dq, and shares of dk, dv and the relative tables, as the walk of `gradient_kernels.py` does; or, in two turns, dk and dv
-themselves: two strips side by side share kw − 1 columns of these, two with one between them none, so every second strip goes first and
-writes them where they belong, and those between read what is there and add their own.
+themselves: two strips side by side share kw − 1 columns of these, two with one between them none. So every second strip goes first
+and writes them where they belong, and those between read what is there and add their own.
 """
 # mypy: ignore-errors
 
@@ -20,22 +20,25 @@ from nearsight.ops.local.ring_parts import (
     attends,
     beside,
     bits_of,
+    both_tables,
     bound_columns,
     channels,
     commit,
     copied_by_lane,
     copy,
     exp2,
-    halves,
     interleave,
+    left_of,
     mma_v2,
     only,
-    own_channels,
     parities,
     pixels_of,
+    product_by_halves,
+    right_of,
     row_of,
     row_terms,
     strip_of,
+    table_operand,
     turned,
     twice,
     wait,
@@ -71,13 +74,12 @@ def _rows_to_taps(x):
 
 
 @gluon.jit
-def _minus_diagonal(x):
-    """The diagonal of [16, 16], negated, as all columns of [16, 8].
+def _minus_diagonal(x0, x1):
+    """The diagonal of [16, 16], given by its halves, negated, as all columns of [16, 8].
 
     A product that starts from numbers known to be equal gets a copy of each, every time: so each is fetched on its own
     (with another bound of the four lanes, of the same meaning, lest the compiler sees that they are equal).
     """
-    x0, x1 = halves(x)
     e0, o0 = parities(x0)
     e1, o1 = parities(x1)
     m = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
@@ -142,30 +144,6 @@ def _plus(a, b):
     return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
 
 
-@gluon.jit
-def _tables(
-    row_ptr,
-    col_ptr,
-    row_head,
-    col_head,
-    h0,
-    c,
-    s,
-    KH: gl.constexpr,
-    KW: gl.constexpr,
-    D: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """Both tables, eight places s of column taps, then eight of row taps, at channels c (of heads from h0 on)."""
-    h = h0 + c // D
-    d = c % D
-    use = (s < KW) & (d >= D // 2)
-    col = gl.load(col_ptr + h * col_head + s * (D // 2) + d - D // 2, mask=use, other=0.0)
-    use = (s >= 8) & (s < 8 + KH) & (d < D // 2)
-    row = gl.load(row_ptr + h * row_head + (s - 8) * (D // 2) + d, mask=use, other=0.0)
-    return (col + row).to(DTYPE)
-
-
 @gluon.jit(do_not_specialize=RUNTIME)
 def ring_backward(
     q_ptr,
@@ -225,7 +203,7 @@ def ring_backward(
     PX: gl.constexpr = (KW - 1) // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # After which row of the halo the two rows that the walk leaves behind are written, as it compiled best.
-    OUT_AFTER: gl.constexpr = min(2 * HALO, 5 if D == 16 and TURN < 0 else 4)
+    OUT_AFTER: gl.constexpr = min(2 * HALO, 5 if TURN < 0 else 4)
     # Whether P and dS are transposed before the next row's first products, as was faster, or after them.
     EARLY: gl.constexpr = D == 16
     gl.static_assert(KH <= 7 and KW <= 7 and G * D == 16)
@@ -276,15 +254,14 @@ def ring_backward(
         shared_in = share_in & ((pixel < KW - 1) | ((pixel >= 8) & (x0 + 8 < W)))[:, None]
 
     rc = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
-    rs = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
-    table = _tables(row_ptr, col_ptr, row_head, col_head, h0, rc, rs, KH, KW, D, dtype)
     rd = gl.arange(0, D, gl.SliceLayout(0, RIGHT))[None, :]
+    tables = ()
     back = ()
     for h in gl.static_range(G):
-        back = back + (_tables(row_ptr, col_ptr, row_head, col_head, h0 + h, rd, rc, KH, KW, D, dtype),)
+        tables = tables + (table_operand(row_ptr, col_ptr, row_head, col_head, h0 + h, KH, KW, D, D, dtype),)
+        back = back + (both_tables(row_ptr, col_ptr, row_head, col_head, h0 + h, rd, rc, KH, KW, D, dtype),)
     code = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))[None, :] + rc * 0
     nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
-    nothing16 = gl.full([16, 16], 0.0, gl.float32, MMA)
     empty = gl.full([16, D], 0.0, gl.float32, MMA)
     bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE)
     keep0 = bits_of(mine0)
@@ -299,11 +276,9 @@ def ring_backward(
     stat_x = x0 + sm % 8 + st * 0
     stat_at = lse_ptr + image * H * W * heads + h0 + ((sm // 8) * W + stat_x) * heads
     stats = ()
-    owns = ()
     for h in gl.static_range(G):
         seen = (stat_x < W) & ((2 * first + sm // 8) < H)
         stats = stats + (gl.load(stat_at + (2 * first) * W * heads + h, mask=seen, other=LARGE),)
-        owns = owns + (own_channels(h, W, D),)
 
     # The first tile's rows but for its last chunk, which comes with its queries, as every later one.
     for j in gl.static_range(HALO - 1):
@@ -368,27 +343,22 @@ def ring_backward(
             seen = (stat_x < W) & ((2 * tile + 2 + sm // 8) < H)
             stats_next = stats_next + (gl.load(stat_at + (2 * tile + 2) * W * heads + h, mask=seen, other=LARGE),)
 
-        q_both = queries.index(q_slot).load(LEFT)
-        grad_both = grads.index(q_slot).load(LEFT)
-        out = outs.index(q_slot).permute([1, 0]).load(RIGHT)
         dk_next = ()
         dv_next = ()
         dtables_next = ()
         for h in gl.static_range(G):
-            q = q_both
-            grad = grad_both
-            if G > 1:
-                q = only(q_both, owns[h])
-                grad = only(grad_both, owns[h])
+            q = left_of(queries.index(q_slot), h, D)
+            grad = left_of(grads.index(q_slot), h, D)
             q_right = channels(queries.index(q_slot), h, D).load(RIGHT)
             grad_right = channels(grads.index(q_slot), h, D).load(RIGHT)
-            col_taps, row_taps = halves(mma_v2(q, table, nothing16))
+            col_taps, row_taps = product_by_halves(q, tables[h], nothing, nothing, D)
             col = turned(col_taps, -1, dtype)
-            col = beside(gl.minimum(col, bound0), gl.minimum(col, bound1), MMA)
+            col0 = gl.minimum(col, bound0)
+            col1 = gl.minimum(col, bound1)
             terms = row_terms(row_taps, 2 * tile, H, KH, LARGE, dtype)
             # Products of dY and v start from −Σ P∘dP.
-            minus = _minus_diagonal(mma_v2(grad, out, nothing16))
-            minus = beside(minus, minus, MMA)
+            own0, own1 = product_by_halves(grad, right_of(outs.index(q_slot), h, D), nothing, nothing, D)
+            minus = _minus_diagonal(own0, own1)
             dq = empty
             dcol = nothing
             drow = nothing
@@ -401,8 +371,8 @@ def ring_backward(
                 if r < 2 * HALO and r <= KH:
                     k_row = row_of(keys, slot, r, CHUNKS)
                     v_row = row_of(values, slot, r, CHUNKS)
-                    s0, s1 = halves(mma_v2(q, k_row.permute([1, 0]).load(RIGHT), col))
-                    d0, d1 = halves(mma_v2(grad, v_row.permute([1, 0]).load(RIGHT), minus))
+                    s0, s1 = product_by_halves(q, right_of(k_row, h, D), col0, col1, D)
+                    d0, d1 = product_by_halves(grad, right_of(v_row, h, D), minus, minus, D)
                 # While these are on their way: what is left of the row before.
                 if r > 0:
                     dk_row = empty

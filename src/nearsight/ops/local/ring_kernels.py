@@ -35,7 +35,7 @@ from nearsight.ops.local.ring_parts import (
     copied_by_lane,
     copy,
     exp2,
-    halves,
+    left_of,
     log2,
     mma_v2,
     only,
@@ -43,11 +43,14 @@ from nearsight.ops.local.ring_parts import (
     pair_of,
     parities,
     pixels_of,
+    product_by_halves,
     reciprocal,
+    right_of,
     row_of,
     row_terms,
     second_image,
     strip_of,
+    table_operand,
     turned,
     twice,
     wait,
@@ -57,36 +60,26 @@ from nearsight.ops.local.ring_parts import (
 __all__ = ["ring_forward"]
 
 
-@gluon.jit
-def _half_table(ptr, head_stride, h0, TAPS: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
-    """A relative table as an operand [16, 8]; it meets D/2 channels of a head, from FIRST on."""
-    c = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
-    s = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))[None, :]
-    d = c % D - FIRST
-    use = (s < TAPS) & (d >= 0) & (d < D // 2)
-    return gl.load(ptr + (h0 + c // D) * head_stride + s * (D // 2) + d, mask=use, other=0.0).to(DTYPE)
-
-
 # How far from 1 a sum of exponentials may be: its products with values of 1e-20 to 2.9e20 stay in float32. As bits.
 LEAST, MOST = (gl.constexpr(int.from_bytes(struct.pack(">f", x), "big")) for x in (2.0**-60, 2.0**60))
 
 
 @gluon.jit
-def _terms(q, col_table, row_table, bounds, near, y0, H, KH: gl.constexpr, LARGE: gl.constexpr):
-    """Of a head's queries: the column terms, from which products with keys start, and the row terms."""
+def _terms(q, table, bounds, near, y0, H, KH: gl.constexpr, D: gl.constexpr, LARGE: gl.constexpr):
+    """Of a head's queries: the column terms, from which products with keys start, by halves, and the row terms."""
     nothing = gl.full([16, 8], 0.0, gl.float32, MMA)
-    col = turned(mma_v2(q, col_table, nothing), -1, q.dtype, near)
-    col = beside(gl.minimum(col, bounds[0]), gl.minimum(col, bounds[1]), MMA)
-    bits = row_terms(mma_v2(q, row_table, nothing), y0, H, KH, LARGE, q.dtype)
+    col_taps, row_taps = product_by_halves(q, table, nothing, nothing, D)
+    col = turned(col_taps, -1, q.dtype, near)
+    bits = row_terms(row_taps, y0, H, KH, LARGE, q.dtype)
     rows = ()
     for r in gl.static_range(8):
         rows = rows + (bits[r].to(gl.float32, bitcast=True),)
-    return col, rows
+    return (gl.minimum(col, bounds[0]), gl.minimum(col, bounds[1])), rows
 
 
 @gluon.jit
-def _keys(keys, slot, r, CHUNKS: gl.constexpr):
-    return row_of(keys, slot, r, CHUNKS).permute([1, 0]).load(RIGHT)
+def _keys(keys, slot, r, h, D: gl.constexpr, CHUNKS: gl.constexpr):
+    return right_of(row_of(keys, slot, r, CHUNKS), h, D)
 
 
 @gluon.jit
@@ -95,9 +88,9 @@ def _values(values, slot, r, h, D: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _logits(q, k, col):
+def _logits(q, k, col, D: gl.constexpr):
     """[16, 8], without row terms: of two columns eight apart the one that a query attends to."""
-    s0, s1 = halves(mma_v2(q, k, col))
+    s0, s1 = product_by_halves(q, k, col[0], col[1], D)
     return gl.maximum(s0, s1)
 
 
@@ -149,7 +142,7 @@ def _attend(
     if not QUICK:
         top = gl.full([16, 4], -LARGE, gl.float32, LANES)
         for r in gl.static_range(KH + 1):
-            s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
+            s = _logits(q, _keys(keys, slot, r, h, D, CHUNKS), col, D)
             top = gl.maximum(top, _largest(s, rows[r]))
             logits = logits + (s,)
         base = gl.max(top, 1)[:, None] * scale_log2
@@ -157,7 +150,7 @@ def _attend(
     sums = gl.full([16, 8], 0.0, gl.float32, MMA)
     for r in gl.static_range(KH + 1):
         if QUICK:
-            s = _logits(q, _keys(keys, slot, r, CHUNKS), col)
+            s = _logits(q, _keys(keys, slot, r, h, D, CHUNKS), col, D)
             less = rows[r] * -scale_log2
         else:
             s = logits[r]
@@ -187,8 +180,7 @@ def _attend_again(
     values,
     stat_at,
     stat_there,
-    col_table,
-    row_table,
+    table,
     bounds,
     keeps,
     near,
@@ -213,18 +205,18 @@ def _attend_again(
     out = gl.full([16, 16], 0.0, gl.float32, MMA)
     for h in range(16 // D):
         q = only(q_both, own_channels(h, W, D))
-        col, rows = _terms(q, col_table, row_table, bounds, near, y0, H, KH, LARGE)
+        col, rows = _terms(q, table, bounds, near, y0, H, KH, 16, LARGE)
         top = gl.full([16, 4], -LARGE, gl.float32, LANES)
         for j in range(chunks):
             for i in gl.static_range(2):
-                s = _logits(q, _keys(keys, j, i, CHUNKS), col)
+                s = _logits(q, _keys(keys, j, i, 0, 16, CHUNKS), col, 16)
                 top = gl.maximum(top, _largest(s, _row_term(rows, j, i, HALO)))
         base = gl.max(top, 1)[:, None] * scale_log2
         acc = gl.full([16, 16], 0.0, gl.float32, MMA)
         sums = gl.full([16, 8], 0.0, gl.float32, MMA)
         for j in range(chunks):
             for i in gl.static_range(2):
-                s = _logits(q, _keys(keys, j, i, CHUNKS), col)
+                s = _logits(q, _keys(keys, j, i, 0, 16, CHUNKS), col, 16)
                 v = _values(values, j, i, 0, 16, CHUNKS)
                 less = base - _row_term(rows, j, i, HALO) * scale_log2
                 acc, sums = _add_row(s, less, v, keeps, scale_log2, acc, sums)
@@ -303,14 +295,12 @@ def ring_forward(
     o_x = heads * D
     o_at = out_ptr + image * H * W * o_x + group * 16 + ((((side * H + qy) * W + qx) * o_x)[:, None] + channel)
 
-    col_table = _half_table(col_ptr, col_head, h0, KW, D // 2, D, dtype)
-    row_table = _half_table(row_ptr, row_head, h0, KH, 0, D, dtype)
+    tables = ()
+    for h in gl.static_range(G):
+        tables = tables + (table_operand(row_ptr, col_ptr, row_head, col_head, h0 + h, KH, KW, D, D, dtype),)
     bound0, bound1, mine0, mine1 = bound_columns(x0, W, KW, LARGE, near)
     bounds = (bound0, bound1)
     keeps = (bits_of(mine0), bits_of(mine1))
-    owns = ()
-    for h in gl.static_range(G):
-        owns = owns + (own_channels(h, W, D),)
 
     sm = gl.arange(0, 16, gl.SliceLayout(1, LANES))[:, None]
     st = gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
@@ -353,14 +343,11 @@ def ring_forward(
         commit()
 
         mine = queries.index(q_slot)
-        q_both = mine.load(LEFT)
         stat_there = stat_in & ((2 * tile + sm // 8) < H)
         far = gl.full([16, 4], 0, gl.uint32, LANES)
         for h in gl.static_range(G):
-            q = q_both
-            if G > 1:
-                q = only(q_both, owns[h])
-            col, rows = _terms(q, col_table, row_table, bounds, near, 2 * tile, H, KH, LARGE)
+            q = left_of(mine, h, D)
+            col, rows = _terms(q, tables[h], bounds, near, 2 * tile, H, KH, D, LARGE)
             out, lse, total = _attend(
                 q, col, rows, keys, values, slot, h, keeps, scale_log2, KH, D, CHUNKS, LARGE, QUICK
             )
@@ -380,6 +367,8 @@ def ring_forward(
 
     if QUICK and missed != 0:
         wait(0)  # for the walk's last copies, of nothing
+        # Anew: over the walk it would take registers.
+        table = table_operand(row_ptr, col_ptr, row_head, col_head, h0, KH, KW, D, 16, dtype)
         for tile in range(first, last):
             if (missed >> (tile & 31)) & 1 != 0:
                 for j in gl.static_range(HALO):
@@ -397,8 +386,7 @@ def ring_forward(
                     values,
                     stat_at + (2 * tile) * W * heads,
                     stat_in & ((2 * tile + sm // 8) < H),
-                    col_table,
-                    row_table,
+                    table,
                     bounds,
                     keeps,
                     near,

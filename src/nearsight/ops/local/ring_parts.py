@@ -23,6 +23,7 @@ __all__ = [
     "attends",
     "beside",
     "bits_of",
+    "both_tables",
     "bound_columns",
     "channels",
     "commit",
@@ -31,6 +32,7 @@ __all__ = [
     "exp2",
     "halves",
     "interleave",
+    "left_of",
     "log2",
     "mma_v2",
     "only",
@@ -38,11 +40,14 @@ __all__ = [
     "pair_of",
     "parities",
     "pixels_of",
+    "product_by_halves",
     "reciprocal",
+    "right_of",
     "row_of",
     "row_terms",
     "second_image",
     "strip_of",
+    "table_operand",
     "turned",
     "twice",
     "wait",
@@ -186,6 +191,106 @@ def halves(x):
     """[16, 16] as its columns 0–7 and 8–15; both lie in the same lane."""
     a, b = gl.split(gl.permute(gl.reshape(x, [16, 2, 8]), [0, 2, 1]))
     return gl.convert_layout(a, MMA), gl.convert_layout(b, MMA)
+
+
+def _of_depth_8(kind):
+    """Of [left, right, two to start from], each [16, 8]: one product with the first eight rows of `right`, one with the rest."""
+    name = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32"
+    return gl.constexpr(
+        f"{name} {{$0, $1, $2, $3}}, {{$8, $9}}, {{$10}}, {{$12, $13, $14, $15}};"
+        f"{name} {{$4, $5, $6, $7}}, {{$8, $9}}, {{$11}}, {{$16, $17, $18, $19}};"
+    )
+
+
+DEPTH_8_BFLOAT16, DEPTH_8_FLOAT16 = _of_depth_8("bf16"), _of_depth_8("f16")
+
+
+@gluon.jit
+def product_by_halves(left, right, start0, start1, D: gl.constexpr):
+    """Of 16 queries and 16 pixels (or taps), their channels side by side: [16, D]·[16, D]ᵀ as its columns 0–7 and 8–15, added
+    to what they start from. `left` and `right` as `left_of` and `right_of` load them.
+
+    Gluon's own products are 16 deep: of heads of eight channels half would be another head's, or nothing.
+    """
+    if D == 8:
+        columns0, columns1 = gl.inline_asm_elementwise(
+            DEPTH_8_BFLOAT16 if left.dtype == gl.bfloat16 else DEPTH_8_FLOAT16,
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,f,f,f,f,f,f,f,f",
+            [left, right, start0, start1],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        columns0, columns1 = halves(mma_v2(left, right, beside(start0, start1, MMA)))
+    return columns0, columns1
+
+
+@gluon.jit
+def left_of(memory, h, D: gl.constexpr):
+    """A head's channels of 16 queries in shared memory, as `product_by_halves` takes them first."""
+    if D == 8:
+        found = channels(memory, h, D).load(MMA)
+    else:
+        found = memory.load(LEFT)
+    return found
+
+
+@gluon.jit
+def right_of(memory, h, D: gl.constexpr):
+    """A head's channels of 16 pixels in shared memory, as `product_by_halves` takes them second."""
+    if D == 8:
+        found = channels(memory, h, D).load(MMA)
+    else:
+        found = memory.permute([1, 0]).load(RIGHT)
+    return found
+
+
+@gluon.jit
+def both_tables(
+    row_ptr,
+    col_ptr,
+    row_head,
+    col_head,
+    h0,
+    c,
+    s,
+    KH: gl.constexpr,
+    KW: gl.constexpr,
+    D: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Both tables, eight places s of column taps, then eight of row taps, at channels c (of heads from h0 on)."""
+    h = h0 + c // D
+    d = c % D
+    use = (s < KW) & (d >= D // 2)
+    col = gl.load(col_ptr + h * col_head + s * (D // 2) + d - D // 2, mask=use, other=0.0)
+    use = (s >= 8) & (s < 8 + KH) & (d < D // 2)
+    row = gl.load(row_ptr + h * row_head + (s - 8) * (D // 2) + d, mask=use, other=0.0)
+    return (col + row).to(DTYPE)
+
+
+@gluon.jit
+def table_operand(
+    row_ptr,
+    col_ptr,
+    row_head,
+    col_head,
+    h0,
+    KH: gl.constexpr,
+    KW: gl.constexpr,
+    D: gl.constexpr,
+    DEPTH: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """`both_tables` as `product_by_halves` takes them second: of one head, or (DEPTH 16) of all that 16 channels hold."""
+    if DEPTH == 8:
+        s = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+        c = gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :]
+    else:
+        c = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
+        s = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
+    return both_tables(row_ptr, col_ptr, row_head, col_head, h0, c, s, KH, KW, D, DTYPE)
 
 
 @gluon.jit
