@@ -10,7 +10,7 @@ from nearsight.ops.triton_support import INT32_LIMIT, multiprocessors, next_powe
 
 __all__ = ["TALLEST_WALK", "Geometry", "Plan", "ceil_div", "geometry", "in_one_walk", "plan"]
 
-# Taller windows keep more chunks of dk and dv in flight than registers hold, and so do wider heads; by bytes of a number (README).
+# Taller windows keep more chunks of dk and dv in flight than registers hold, and so do wider heads; by bytes of a number.
 TALLEST_WALK = {2: 13, 4: 7}
 WIDEST_WALK = {2: 128, 4: 16}
 

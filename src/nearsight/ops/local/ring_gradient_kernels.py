@@ -1,8 +1,8 @@
 """The backward of local attention in one walk down each strip, with the ring of `ring_kernels.py`.
 
 It leaves dq, and shares of dk, dv and the relative tables, as the walk of `gradient_kernels.py` does; or, in two turns, dk and dv
-themselves: two strips side by side share kw − 1 columns of these, two with one between them none. So every second strip goes first
-and writes them where they belong, and those between read what is there and add their own.
+themselves: two strips side by side share kw − 1 columns of these, two with one between them none. So every second strip goes
+first and writes them where they belong, and those between read what is there and add their own.
 """
 # mypy: ignore-errors
 
