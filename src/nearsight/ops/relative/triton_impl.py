@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
 from nearsight.ops.relative import launches, small
-from nearsight.ops.relative.launches import empty_outputs, make_call, padded
-from nearsight.ops.triton_support import common_refusal, shared_memory
+from nearsight.ops.relative.launches import RelativeCall, empty_outputs, make_call, padded
+from nearsight.ops.triton_support import common_refusal, compile_together, meta_like, shared_memory
 
 __all__ = ["longest_side", "refusal", "run"]
 
@@ -114,7 +115,39 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:
     """packed [B, n, heads·(2·D + Dv)] → [B, n, heads·Dv], and log₂ Σ 2^logit, [B, heads, n] (float32: two numbers)."""
     call = make_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale)
-    return (small if small.fits(call) else launches).attend(call)
+    if packed.numel():
+        trains = any(t.requires_grad for t in (packed, rel_row, rel_col))
+        compile_together(_class_of(call, trains), lambda: _compile(call, trains))
+    found: tuple[Tensor, Tensor] = _kernels_of(call).attend(call)
+    return found
+
+
+def _kernels_of(call: RelativeCall) -> Any:
+    """The module that launches them."""
+    return small if small.fits(call) else launches
+
+
+def _class_of(call: RelativeCall, *what: Any) -> Hashable:
+    """All that the choice of kernels may depend on."""
+    tensors = (
+        None if t is None else (t.device, t.dtype, t.shape[1:], t.stride(), t.data_ptr() % 16)
+        for t in (call.packed, call.rel_row, call.rel_col, call.mask)
+    )
+    return ("relative", *tensors, call.rel_row.shape[0], call.rel_col.shape[0], *call[4:], *what)
+
+
+def _stand_in(call: RelativeCall) -> RelativeCall:
+    """The call on tensors without memory."""
+    mask = None if call.mask is None else meta_like(call.mask)
+    packed, rel_row, rel_col = (meta_like(t) for t in call[:3])
+    return call._replace(packed=packed, rel_row=rel_row, rel_col=rel_col, mask=mask)
+
+
+def _compile(call: RelativeCall, trains: bool) -> None:
+    call = _stand_in(call)
+    out, lse = _kernels_of(call).attend(call)
+    if trains:
+        _kernels_of(call).gradients(call, out, out, lse)
 
 
 @_forward_op.register_fake
@@ -160,7 +193,13 @@ def _launch_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     call = make_call(packed, rel_row, rel_col, key_mask, *options)
-    return (small if small.fits(call) else launches).gradients(call, grad, out, lse)
+
+    def compile_own() -> None:  # a compiled graph's forward does not know whether a backward follows
+        _kernels_of(call).gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse))
+
+    compile_together(_class_of(call, "gradients"), compile_own)
+    found: tuple[Tensor, Tensor] = _kernels_of(call).gradients(call, grad, out, lse)
+    return found
 
 
 @_backward_op.register_fake
