@@ -66,19 +66,22 @@ def test_ops(tiny, capsys, tmp_path):
 
 
 def test_ended_early_it_keeps_what_was_timed(tiny, capsys, tmp_path, monkeypatch):
-    """By SIGTERM, as `timeout` sends it, and in the same way by Ctrl-C."""
+    """By SIGTERM, as `timeout` sends it, and in the same way by Ctrl-C; what kills it leaves that, too."""
     kept, calls = driver._run, []
 
     def run(*args):
         calls.append(args)
         if len(calls) == 2:
+            written.extend(tmp_path.glob("*.csv"))
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
         return kept(*args)
 
+    written = []
     monkeypatch.setattr(driver, "_run", run)
     before = signal.getsignal(signal.SIGTERM)
     assert bench("ops", "--csv", str(tmp_path / "x.csv")) == 130
+    assert [path.name for path in written] == ["x.csv"]
     assert "stopped early" in capsys.readouterr().err
     with (tmp_path / "x.csv").open(newline="") as file:
         assert {row["subject"] for row in csv.DictReader(file)} == {"local_attention"}

@@ -128,11 +128,21 @@ def run_contests(
     filters: Sequence[str] = (),
     deadline: Clock | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    keep: Callable[[list[Result]], None] = lambda results: None,
 ) -> list[Result]:
-    """Build, check and time every wanted contender. What must be compiled comes last, until that has spent the deadline."""
+    """Build, check and time every wanted contender. What must be compiled comes last, until that has spent the deadline.
+
+    `keep` is given the results so far, every time there are new ones.
+    """
     deadline = deadline or clock(None)
     results: dict[tuple[int, str], Result] = {}
     order: list[tuple[int, str]] = []
+
+    def ordered() -> list[Result]:
+        known = [results[key] for key in order if key in results]
+        add_ratios(known)
+        return known
+
     with deadline.stoppable():
         for compiled, (index, build) in product((False, True), enumerate(builders)):
             contest = build()
@@ -150,9 +160,8 @@ def run_contests(
                 results[index, result.contender] = result
             del contest, contenders, now
             memory.free(device)
-    ordered = [results[key] for key in order if key in results]
-    add_ratios(ordered)
-    return ordered
+            keep(ordered())
+    return ordered()
 
 
 def _run(

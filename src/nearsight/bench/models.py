@@ -94,8 +94,12 @@ def run_networks(
     compiled: bool,
     deadline: Clock,
     progress: Callable[[str], None] = lambda text: None,
+    keep: Callable[[list[NetworkResult]], None] = lambda results: None,
 ) -> list[NetworkResult]:
-    """Check and time each network, first as it is, then (CUDA) compiled; what the deadline leaves out is said in its note."""
+    """Check and time each network, first as it is, then (CUDA) compiled; what the deadline leaves out is said in its note.
+
+    `keep` is given the results so far, after each network.
+    """
     ours = {name for name in names if NETWORKS[name] is not None}
     text = str(dtype).removeprefix("torch.")
     results = [NetworkResult(name, NETWORKS[name], name in ours, text, batch, size) for name in names]
@@ -104,6 +108,8 @@ def run_networks(
             progress(f"{result.network}: check and eager" if result.ours else f"{result.network}: eager")
             guard(result, partial(_eager, result, device, dtype, effort))
             memory.free(device)
+            _add_ratios(results)
+            keep([r for r in results if r.status != "ok" or r.eager_images_s is not None])
         for result in results if compiled else []:
             if result.status != "ok":
                 continue
@@ -115,6 +121,8 @@ def run_networks(
                 guard(result, partial(_compiled, result, device, dtype, effort))
             torch.compiler.reset()
             memory.free(device)
+            _add_ratios(results)
+            keep([r for r in results if r.status != "ok" or r.eager_images_s is not None])
     for result in results if deadline.stopped else []:
         if result.status == "ok" and result.eager_images_s is None:
             result.note = "not timed: stopped early"

@@ -75,8 +75,13 @@ class Outcome:
             plot.plot_contests(path, self.contests, self.title)
 
 
-def run_suite(suite: str, settings: Settings, progress: Progress = lambda text: None) -> Outcome:
-    """Run "ops", "layers" or "models"."""
+def run_suite(
+    suite: str,
+    settings: Settings,
+    progress: Progress = lambda text: None,
+    keep: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
+    """Run "ops", "layers" or "models". `keep` is given what there is so far, every time something was timed."""
     device = settings.device
     cuda = device.type == "cuda"
     cuda_batch, cpu_batch, budget = SUITES[suite]
@@ -92,9 +97,17 @@ def run_suite(suite: str, settings: Settings, progress: Progress = lambda text: 
     title = _title(suite, stamp, str(settings.dtype).removeprefix("torch."), batch)
     with _fastest_convolutions():
         if suite == "models":
-            networks = _networks(settings, batch, effort, deadline, progress)
+
+            def keep_networks(known: Sequence[NetworkResult]) -> None:
+                keep(Outcome(suite, title, (), known, stamp))
+
+            networks = _networks(settings, batch, effort, deadline, progress, keep_networks)
             return Outcome(suite, title, (), networks, stamp, deadline.stopped)
-        contests, bandwidth = _contests(suite, settings, batch, effort, deadline, progress)
+
+        def keep_contests(known: Sequence[Result]) -> None:
+            keep(Outcome(suite, title, known, (), stamp))
+
+        contests, bandwidth = _contests(suite, settings, batch, effort, deadline, progress, keep_contests)
         title = f"{title}, copy {bandwidth / 1e9:.0f} GB/s"
         return Outcome(suite, title, contests, (), stamp, deadline.stopped)
 
@@ -117,7 +130,13 @@ def _title(suite: str, stamp: Mapping[str, str | float | None], dtype: str, batc
 
 
 def _contests(
-    suite: str, settings: Settings, batch: int, effort: Effort, deadline: Clock, progress: Progress
+    suite: str,
+    settings: Settings,
+    batch: int,
+    effort: Effort,
+    deadline: Clock,
+    progress: Progress,
+    keep: Callable[[list[Result]], None],
 ) -> tuple[list[Result], float]:
     build = op_contests if suite == "ops" else layer_contests
     builders = build(settings.device, settings.dtype, batch, quick=settings.quick)
@@ -132,12 +151,18 @@ def _contests(
         filters=settings.filters,
         deadline=deadline,
         progress=progress,
+        keep=keep,
     )
     return results, bandwidth
 
 
 def _networks(
-    settings: Settings, batch: int, effort: Effort, deadline: Clock, progress: Progress
+    settings: Settings,
+    batch: int,
+    effort: Effort,
+    deadline: Clock,
+    progress: Progress,
+    keep: Callable[[list[NetworkResult]], None],
 ) -> list[NetworkResult]:
     cuda = settings.device.type == "cuda"
     names = models.wanted_networks(settings.filters)
@@ -153,6 +178,7 @@ def _networks(
         compiled=cuda and not settings.quick,
         deadline=deadline,
         progress=progress,
+        keep=keep,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -86,7 +87,11 @@ def bench(
         filters=tuple(filters or ()),
         budget=budget,
     )
-    outcome = _run(suite.value, settings)
+
+    def keep(outcome: Outcome) -> None:  # a run may be killed
+        _write(outcome, csv, json)
+
+    outcome = _run(suite.value, settings, keep)
     if outcome.stopped and not outcome.rows():
         raise typer.Exit(130)
     _show(outcome, csv, json, plot)
@@ -99,10 +104,7 @@ def _show(outcome: Outcome, csv: Path | None = None, json: Path | None = None, p
     out = console()
     for table in outcome.tables():
         out.print(table)
-    if csv is not None:
-        outcome.write_csv(csv)
-    if json is not None:
-        outcome.write_json(json)
+    _write(outcome, csv, json)
     if plot is not None:
         outcome.plot(plot)
     for path in (csv, json, plot):
@@ -110,7 +112,14 @@ def _show(outcome: Outcome, csv: Path | None = None, json: Path | None = None, p
             out.print(f"wrote {path}")
 
 
-def _run(suite: str, settings: Settings) -> Outcome:
+def _write(outcome: Outcome, csv: Path | None, json: Path | None) -> None:
+    if csv is not None:
+        outcome.write_csv(csv)
+    if json is not None:
+        outcome.write_json(json)
+
+
+def _run(suite: str, settings: Settings, keep: Callable[[Outcome], None]) -> Outcome:
     """Run with a line that says what is being timed; where nobody watches, a line each, so that a log shows how far it came.
 
     Ctrl-C and SIGTERM end it early, with what was timed by then.
@@ -121,11 +130,12 @@ def _run(suite: str, settings: Settings) -> Outcome:
     try:
         if watched.is_terminal:
             with watched.status("starting") as status:
-                return run_suite(suite, settings, progress=status.update)
+                return run_suite(suite, settings, progress=status.update, keep=keep)
         return run_suite(
             suite,
             settings,
             progress=lambda text: watched.print(f"{time.monotonic() - start:4.0f} s  {text}", markup=False),
+            keep=keep,
         )
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -137,7 +137,6 @@ class ReplayedUpdate:
                 streams[-1].wait_stream(here)
                 with torch.cuda.stream(streams[-1]):
                     self.optimizer.step()
-                self.optimizer.param_groups = groups
         finally:
             self.optimizer.param_groups = groups
         for stream in streams:
