@@ -103,13 +103,17 @@ def run_networks(
     ours = {name for name in names if NETWORKS[name] is not None}
     text = str(dtype).removeprefix("torch.")
     results = [NetworkResult(name, NETWORKS[name], name in ours, text, batch, size) for name in names]
+
+    def keep_timed() -> None:
+        _add_ratios(results)
+        keep([r for r in results if r.status != "ok" or r.eager_images_s is not None])
+
     with deadline.stoppable():
         for result in results:
             progress(f"{result.network}: check and eager" if result.ours else f"{result.network}: eager")
             guard(result, partial(_eager, result, device, dtype, effort))
             memory.free(device)
-            _add_ratios(results)
-            keep([r for r in results if r.status != "ok" or r.eager_images_s is not None])
+            keep_timed()
         for result in results if compiled else []:
             if result.status != "ok":
                 continue
@@ -121,8 +125,7 @@ def run_networks(
                 guard(result, partial(_compiled, result, device, dtype, effort))
             torch.compiler.reset()
             memory.free(device)
-            _add_ratios(results)
-            keep([r for r in results if r.status != "ok" or r.eager_images_s is not None])
+            keep_timed()
     for result in results if deadline.stopped else []:
         if result.status == "ok" and result.eager_images_s is None:
             result.note = "not timed: stopped early"

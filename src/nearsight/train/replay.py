@@ -25,19 +25,15 @@ BRANCHES = 8
 
 def branches(optimizer: torch.optim.Optimizer, count: int) -> list[list[dict[str, Any]]]:
     """An optimiser's groups of parameters, dealt out to `count` lists of groups that cost about the same; empty ones left out."""
-    lists: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    groups = optimizer.param_groups
+    dealt: list[dict[int, list[Tensor]]] = [{} for _ in range(count)]  # by number of the group
     costs = [0.0] * count
-    trained = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None]
+    trained = [(i, p) for i, group in enumerate(groups) for p in group["params"] if p.grad is not None]
     for i, parameter in sorted(trained, key=lambda each: -_microseconds(each[1])):
         chosen = costs.index(min(costs))
         costs[chosen] += _microseconds(parameter)
-        group = optimizer.param_groups[i]
-        own = next((each for each in lists[chosen] if each["like"] is group), None)
-        if own is None:
-            own = {**group, "params": [], "like": group}
-            lists[chosen].append(own)
-        own["params"].append(parameter)
-    return [[{k: v for k, v in own.items() if k != "like"} for own in each] for each in lists if each]
+        dealt[chosen].setdefault(i, []).append(parameter)
+    return [[{**groups[i], "params": own} for i, own in each.items()] for each in dealt if each]
 
 
 def _microseconds(parameter: Tensor) -> float:

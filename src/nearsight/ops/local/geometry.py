@@ -182,7 +182,7 @@ def geometry(
     if size == 4 or tall:
         # Left to itself, ptxas gives some of these backward kernels 32 registers, and spills twice as much.
         registers = None if kernel == "forward" else 255
-        # Of wide heads in float32 two warps spill half of what they hold (compiled only, not timed).
+        # Of wide heads in float32 two warps spill half of what they hold.
         warps = max(choice.warps, 2) * (2 if size == 4 and tall and padded >= 32 else 1)
         choice = choice._replace(g=min(choice.g, 2), warps=warps, stages=1, keys=64, registers=registers)
     if lean > 0:

@@ -248,7 +248,6 @@ def ring_backward(
         at = ((x0 - PX + pixel) * grad_pixel)[:, None] + channel
     dk_top = dk_ptr + top
     dv_top = dv_ptr + top
-    shared_in = share_in
     if TURN == 1:
         # Columns to the right that no strip after this one has, hold nothing yet.
         shared_in = share_in & ((pixel < KW - 1) | ((pixel >= 8) & (x0 + 8 < W)))[:, None]
