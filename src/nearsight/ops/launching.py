@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["launch", "replayed", "without_replays"]
+__all__ = ["beside", "join", "launch", "replayed", "without_replays"]
 
 Result = TypeVar("Result", bound="Tensor | tuple[Tensor, ...] | list[Tensor]")
 
@@ -42,6 +42,55 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constan
     recorder = _recorder.get()
     if recorder is not None:
         recorder.add(kernel, compiled, grid, arguments, constants)
+
+
+class _Mark(Enum):
+    """Where launches go from here on: to the second stream, back to the first; and where the first waits for the second."""
+
+    BESIDE = auto()
+    BACK = auto()
+    JOIN = auto()
+
+
+@contextmanager
+def beside(tensor: Tensor) -> Iterator[None]:
+    """Launches within go to a second stream of a tensor's GPU, after all that came before: they run beside what follows, which
+    waits for them from `join` on. Memory that is allocated within may be given out again before they are done."""
+    if not tensor.is_cuda:  # on a CPU they only come one after the other, and so do stand-ins of a compilation
+        yield
+        return
+    _follow(_Mark.BESIDE, tensor.device)
+    try:
+        with torch.cuda.stream(_second_stream(tensor.device)):
+            yield
+    finally:
+        _follow(_Mark.BACK, tensor.device)
+
+
+def join(tensor: Tensor) -> None:
+    """What follows waits for the launches `beside` it."""
+    if tensor.is_cuda:
+        _follow(_Mark.JOIN, tensor.device)
+
+
+def _follow(mark: _Mark, device: torch.device) -> int:
+    """Do what a mark says, and remember it where a call is being recorded; the stream that the next launches go to."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.steps.append(mark)
+    first, second = torch.cuda.current_stream(device), _second_stream(device)
+    if mark is _Mark.BESIDE:
+        second.wait_stream(first)
+        return int(second.cuda_stream)
+    if mark is _Mark.JOIN:
+        first.wait_stream(second)
+    return int(first.cuda_stream)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Its programs go before those of other streams: the sooner they are done, the sooner begins what waits for them."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class _Replays:
@@ -169,7 +218,7 @@ class _Allocation(NamedTuple):
 
 
 class _Replay(NamedTuple):
-    """A class of calls: bytes of the temporary tensors, those that must read as zero, results, and launches.
+    """A class of calls: bytes of the temporary tensors, those that must read as zero, results, and launches with their marks.
 
     The bases of the places are the call's tensors, the temporary bytes, the zeros and the results, in this order.
     """
@@ -178,7 +227,7 @@ class _Replay(NamedTuple):
     zeros: list[int]
     results: list[_Allocation]
     kind: type
-    launches: list[_Launch]
+    steps: list[_Launch | _Mark]
 
     def run(self, device: torch.device, pointers: list[int]) -> Any:
         driver = _triton()[0].active
@@ -193,7 +242,11 @@ class _Replay(NamedTuple):
         zeros = [torch.zeros(size, dtype=torch.uint8, device=device) for size in self.zeros]
         results = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device) for a in self.results]
         bases = [*pointers, *[t.data_ptr() for t in (temporary, *zeros, *results)]]
-        for run, grid, handles, template, places, _ in self.launches:
+        for step in self.steps:
+            if isinstance(step, _Mark):
+                stream = _follow(step, device)
+                continue
+            run, grid, handles, template, places, _ = step
             arguments = template.copy()
             for argument, base, offset, descriptor in places:
                 pointer = bases[base] + offset
@@ -231,7 +284,7 @@ class _Recorder(TorchDispatchMode):
         self.tensors = tensors
         self.empty: list[Tensor] = []
         self.zeros: list[Tensor] = []
-        self.launches: list[tuple[Any, Any, tuple[int, ...], Sequence[Any], Mapping[str, Any]]] = []
+        self.steps: list[tuple[Any, Any, tuple[int, ...], Sequence[Any], Mapping[str, Any]] | _Mark] = []
         self.pure = True
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -259,7 +312,7 @@ class _Recorder(TorchDispatchMode):
     def add(
         self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
     ) -> None:
-        self.launches.append((kernel, compiled, grid, arguments, constants))
+        self.steps.append((kernel, compiled, grid, arguments, constants))
 
     def replay(self, result: Any) -> _Replay | _Seen:
         """What was recorded, if it can be replayed."""
@@ -278,8 +331,12 @@ class _Recorder(TorchDispatchMode):
                 size += -(-t.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
         for i, t in enumerate((*self.zeros, *results)):
             found[_storage(t)] = first + 1 + i, 0
-        launches = []
-        for kernel, compiled, grid, arguments, constants in self.launches:
+        steps: list[_Launch | _Mark] = []
+        for step in self.steps:
+            if isinstance(step, _Mark):
+                steps.append(step)
+                continue
+            kernel, compiled, grid, arguments, constants = step
             given = (*arguments, *_named(kernel, len(arguments), constants))
             places = [self._place(found, i, a) for i, a in enumerate(given) if _points(a)]
             if None in places:
@@ -287,11 +344,11 @@ class _Recorder(TorchDispatchMode):
             template = [None if _points(a) else a for a in given]
             x, y, z = (*grid, 1, 1)[:3]
             handles = compiled.function, compiled.packed_metadata
-            launches.append(_Launch(compiled.run, (x, y, z), handles, template, [p for p in places if p], compiled))
+            steps.append(_Launch(compiled.run, (x, y, z), handles, template, [p for p in places if p], compiled))
         allocations = [_Allocation(t.shape, t.stride(), t.dtype) for t in results]
         zeros = [t.untyped_storage().nbytes() for t in self.zeros]
         kind = Tensor if isinstance(result, Tensor) else type(result)
-        return _Replay(size, zeros, allocations, kind, launches)
+        return _Replay(size, zeros, allocations, kind, steps)
 
     def _place(self, found: dict[int, tuple[int, int]], argument: int, value: Any) -> _Place | None:
         """Where to find an argument's pointer in the next call; None where several of the call's tensors may hold it."""

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from nearsight.ops import explicit_attention, launching, local_attention, local_attention_projected, qna
+from nearsight.ops.local import ring_launches
+from tests.support.graphs import assert_captured
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +43,9 @@ CASES = {
     "local": (attend, *[(2, 12, 19, 2, 16)] * 3, (5, 8), (7, 8)),
     "slices": (attend_slices, (2, 12, 19, 3, 2, 16), (7, 8)),
     "slices in a ring": (attend_by_tables, (2, 20, 37, 3, 4, 8), (7, 4), (7, 4)),
+    # So many programs that two parts run beside each other.
+    "shares in two parts": (attend_by_tables, (256, 20, 37, 3, 4, 8), (7, 4), (7, 4)),
+    "turns in two parts": (attend_by_tables, (256, 20, 37, 3, 2, 16), (7, 8), (7, 8)),
     "projected": (attend_projected, (2, 12, 19, 24), (96, 24), (96,), (7, 8)),
 }
 
@@ -86,6 +91,45 @@ def test_on_another_stream():
             got = results(op, tensors)
         torch.cuda.current_stream().wait_stream(stream)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("case", ["shares in two parts", "turns in two parts"])
+def test_parts_beside_each_other_wait_for_what_came_before(case, monkeypatch):
+    """On a stream that is behind: whatever does not wait for it reads what is not there yet, and what does not wait for both
+    parts reads half of the gradients. As one part, the same bits but for sums of tables in another order."""
+    op, *shapes = CASES[case]
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs a GPU with the ring's kernels")
+    assert shapes[0][0] * 5 * 2 >= 2 * ring_launches.PLACES * torch.cuda.get_device_properties(0).multi_processor_count
+    tensors = inputs(shapes, 5)
+    with monkeypatch.context() as patch, launching.without_replays():
+        patch.setattr(ring_launches, "PLACES", 10**6)
+        out, packed, *tables = results(op, tensors)
+    stream = torch.cuda.Stream()
+    for _ in range(4):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            late = [t.clone() for t in tensors]
+            got = [t.clone() for t in results(op, late)]
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(got[0], out)
+        assert torch.equal(got[1], packed)
+        for a, b in zip(got[2:], tables, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()))
+        tensors = [t.clone() for t in tensors]
+
+
+@pytest.mark.parametrize("case", ["shares in two parts", "turns in two parts"])
+def test_parts_beside_each_other_in_a_captured_graph(case):
+    op, *shapes = CASES[case]
+    leaves = [t.requires_grad_() for t in inputs(shapes, 6)]
+
+    def step():
+        out = op(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, out.detach())]
+
+    assert_captured(step)
 
 
 def test_as_a_captured_graph():

@@ -301,6 +301,54 @@ def test_sizes_may_come_without_end(monkeypatch):
         assert len(inspect.getclosurevars(function).nonlocals["calls"]) <= 3
 
 
+class Stream:
+    """Of a GPU that is not there: writes down who waited for whom."""
+
+    def __init__(self, number, waits):
+        self.cuda_stream, self.waits = number, waits
+
+    def wait_stream(self, other):
+        self.waits.append((self.cuda_stream, other.cuda_stream))
+
+
+def test_what_was_launched_beside_is_replayed_beside(driver, monkeypatch):
+    """On the second stream, after all that came before; what follows waits for it where it is joined."""
+    order = []
+    first, second = Stream(1, order), Stream(2, order)
+    current = [first]
+
+    @contextlib.contextmanager
+    def stream(which):
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(launching, "_second_stream", lambda device: second)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(driver, "get_current_stream", lambda _: current[-1].cuda_stream)
+    driver.launcher_cls = lambda *_: lambda x, y, z, stream, *_: order.append(stream)
+
+    @launching.replayed
+    def sums(shares):
+        with launching.beside(shares):
+            early = add_rows(shares, 2)
+        add_rows(shares, 2)
+        launching.join(shares)
+        return add_rows(early, 1)
+
+    for _ in range(3):
+        order.clear()
+        sums(torch.ones(5, 3))
+        assert order == [(2, 1), 2, 1, (1, 2), 1]
+
+
+def test_without_a_gpu_nothing_is_beside():
+    with launching.beside(torch.ones(1)):
+        launching.join(torch.ones(1))
+
+
 def test_the_launcher_gets_what_triton_gives_it(driver):
     given = []
     driver.launcher_cls = lambda *_: lambda *arguments: given.append(arguments)

@@ -203,6 +203,13 @@ def test_a_ring_is_replayed(driver, monkeypatch):
         assert len(direct) == len(replay), name
 
 
+def test_two_parts_are_compiled_once(driver):
+    """Large calls: the second part's pointers are aligned as the first's, so no kernel is compiled for it."""
+    (compiled, _), later = run_both(driver, [draw(10, 7, 21, 2, 16) for _ in range(3)], options())
+    assert sorted(compiled) == sorted(["ring_forward", *RINGS[16]])
+    assert later == (compiled, ["ring_forward", *RINGS[16][:2], *RINGS[16]])
+
+
 def test_what_does_not_train_compiles_no_gradient(driver):
     """As a compiled graph calls it; its backward then compiles its own kernels side by side."""
     from nearsight.ops.local import triton_impl

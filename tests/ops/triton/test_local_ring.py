@@ -195,6 +195,28 @@ def test_a_strip_in_several_splits(emulator, dtype, dim):
     assert [programs for name, programs in emulator.programs if name in RING] == [3 * 2] * 2
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 8), (torch.bfloat16, 16)], ids=str)
+def test_large_calls_in_two_parts(emulator, monkeypatch, dtype, dim):
+    """Four images beside the other one or six: as many programs as without a GPU are more than two for each place."""
+    from nearsight.ops.local import ring_launches
+
+    batch, together = (5, False) if dim == 8 else (10, True)
+    inputs = draw(dtype, size=(3, 18), batch=batch, heads=32 // dim, dim=dim)
+    compare(inputs)
+    walks, rest = WALKED[dim][1:-1], WALKED[dim][-1]
+    assert emulator.launched == ["ring_forward", *walks, *walks, rest]
+    first, second = ([4 * 3 * 2], [1 * 3 * 2]) if dim == 8 else ([4 * 2 * 2, 4 * 1 * 2], [6 * 2 * 2, 6 * 1 * 2])
+    assert [programs for name, programs in emulator.programs if name == "ring_backward"] == first + second
+    upstream = torch.randn(batch, 3, 18, 32 // dim, dim)
+    parts = output_and_gradients(attend("triton"), inputs, upstream)
+    monkeypatch.setattr(ring_launches, "PLACES", 99)
+    whole = output_and_gradients(attend("triton"), inputs, upstream)
+    assert emulator.launched[-len(WALKED[dim]) :] == WALKED[dim]
+    # In turns the tables' shares come in another order.
+    same = [name for name in whole if not (together and name.startswith("rel_"))]
+    assert all(torch.equal(parts[name], whole[name]) for name in same)
+
+
 @pytest.mark.parametrize(("size", "batch"), [((5, 12), 1), ((3, 1), 2), ((2, 7), 1)], ids=str)
 def test_narrow_maps(launched, monkeypatch, size, batch):
     """They have kernels of their own; those of the ring take them, too, as they must where a tall one is cut into splits."""

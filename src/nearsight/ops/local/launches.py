@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nearsight.ops.local.call import LocalCall
 from nearsight.ops.local.fitting import fitted
-from nearsight.ops.local.geometry import Geometry, ceil_div, in_one_walk, plan
-from nearsight.ops.local.sum_launches import add_shares, sum_relative, too_many
+from nearsight.ops.local.geometry import Geometry, in_one_walk, plan
+from nearsight.ops.local.ring_launches import launch_ring, ring_walk
+from nearsight.ops.local.sum_launches import add_shares, empty_share, sum_relative, too_many
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
     INTERPRETED,
@@ -25,7 +26,7 @@ from nearsight.ops.triton_support import (
 )
 from nearsight.ops.triton_support import launch as launch_kernel
 
-__all__ = ["Gradients", "Launch", "attend", "empty_outputs", "gradients", "prepare_launch"]
+__all__ = ["Gradients", "Launch", "Read", "attend", "empty_outputs", "gradients", "prepare_launch"]
 
 Result = TypeVar("Result")
 
@@ -175,15 +176,6 @@ def _or_without_ring(launches: Callable[[], Result]) -> Result:
         return launches()
 
 
-def _launch_ring(kernel: Any, launch: Launch, tensors: tuple[Tensor | None, ...], **numbers: Any) -> None:
-    """Such a kernel has all programs on one axis, and only the arguments it needs."""
-    programs, groups = launch.grid
-    given = {**launch.runtime, **launch.constants, **numbers, "groups": groups}
-    named = {name: given[name] for name in kernel.arg_names[len(tensors) :]}
-    options = {name: given[name] for name in ("num_warps", "maxnreg") if name in given}
-    launch_kernel(kernel, (programs * groups,), *tensors, **named, **options)
-
-
 @functools.cache
 def _has_copy_engine(index: int | None) -> bool:
     """Hopper and later, which the ring was timed on, too."""
@@ -279,7 +271,7 @@ def _launch_forward(call: LocalCall, out: Tensor, lse: Tensor, lean: int = 0) ->
     with torch.cuda.device_of(q):
         if rings is not None:
             row, col, _ = _positions_and_mask(call)
-            _launch_ring(rings[0], launch, (q, k, v, out, lse, row, col), images=len(q))
+            launch_ring(rings[0], launch, (q, k, v, out, lse, row, col), images=len(q))
             return
         key, value = (_source(t, launch.constants) for t in (q if k is None else k, v))
         launch_kernel(
@@ -331,7 +323,7 @@ def _launch_gradients(
     launch = prepare_launch(call, "walk" if walk else "queries", lean, _may_ring(call, out, grad, *into))
     shape = (*launch.grid, 2 * launch.constants["HS"], launch.constants["G"], launch.constants["DP"])
     partial = torch.empty(shape if found else (0,), dtype=torch.float32, device=q.device)
-    read = _Read(q, q if k is None else k, v, out, grad, lse, *_positions_and_mask(call))
+    read = Read(q, q if k is None else k, v, out, grad, lse, *_positions_and_mask(call))
     numbers = {"grad_pixel": into.q.stride(2), "scale": call.scale}
     with torch.cuda.device_of(q):
         if walk:
@@ -361,7 +353,7 @@ def _constant(call: LocalCall, into: Gradients, drow: Tensor | None, dcol: Tenso
     return [t for t, constant in said if constant and t is not None]
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """What both ways to the gradients read."""
 
     q: Tensor
@@ -376,7 +368,7 @@ class _Read(NamedTuple):
 
 
 def _walk(
-    t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor, many_tables: bool
+    t: Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor, many_tables: bool
 ) -> Tensor:
     """All gradients in one walk, then the sum of the strips' shares of dk and dv, where there are several.
 
@@ -384,46 +376,23 @@ def _walk(
     """
     from nearsight.ops.local import gradient_kernels
 
-    dq, dk, dv = into
-    use, fixed = launch.runtime, launch.constants
     rings = _ring_kernels() if launch.shape.ahead else None
-    # At head dim 8 shares are as fast (README); splits share rows too, for which two turns are too few.
-    if rings is not None and use["splits"] == 1 and fixed["D"] == 16:
-        _walk_in_turns(rings[1], t, launch, numbers, into, partial)
-        return partial
-    per_split = ceil_div(use["tiles"], use["splits"])
-    rows = (per_split + fixed["CHUNKS"] - 1) * fixed["TY"]
-    shape = (*launch.grid, rows, fixed["NC"], fixed["G"] * fixed["D"])
+    if rings is not None:
+        return ring_walk(rings[1], t, launch, numbers, into, partial, many_tables)
+    dq, dk, dv = into
+    fixed = launch.constants
     # A strip as wide as the map shares nothing.
-    dv_share = dv if fixed["WHOLE_X"] else torch.empty(shape, dtype=dq.dtype, device=dq.device)
+    dv_share = dv if fixed["WHOLE_X"] else empty_share(launch, dq)
     dk_share = dv_share if dk is None else dk if fixed["WHOLE_X"] else torch.empty_like(dv_share)
-    tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col)
-    if rings is None:
-        launch_kernel(gradient_kernels.backward, launch.grid, *tensors, t.mask, **use, **numbers, **fixed)
-    else:
-        _launch_ring(rings[1], launch, tensors, **numbers, TURN=-1)
+    tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, dq, dk_share, dv_share, partial, t.row, t.col, t.mask)
+    launch_kernel(gradient_kernels.backward, launch.grid, *tensors, **launch.runtime, **numbers, **fixed)
     if fixed["WHOLE_X"]:
         return partial
     return add_shares((dk_share, dv_share), launch, numbers["grad_pixel"], into, partial, many_tables)
 
 
-def _walk_in_turns(
-    kernel: Any, t: _Read, launch: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor
-) -> None:
-    """The ring's walk over every second strip, which write dk and dv, then over those between, which add to them."""
-    strips, groups = launch.runtime["strips"], launch.grid[1]
-    images, done = launch.grid[0] // strips, 0
-    for turn in range(min(2, strips)):
-        own = ceil_div(strips - turn, 2)
-        part = launch._replace(grid=(images * own, groups), runtime=launch.runtime | {"strips": own})
-        tables = partial[done : done + images * own]
-        tensors = (t.q, t.k, t.v, t.out, t.grad, t.lse, *into, tables, t.row, t.col)
-        _launch_ring(kernel, part, tensors, **numbers, TURN=turn)
-        done += images * own
-
-
 def _two_passes(
-    t: _Read, queries: Launch, keys: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor
+    t: Read, queries: Launch, keys: Launch, numbers: dict[str, Any], into: Gradients, partial: Tensor
 ) -> None:
     """For windows too tall to keep a strip's dk and dv in registers: queries first, then keys by the transposed window."""
     from nearsight.ops.local import tall_kernels

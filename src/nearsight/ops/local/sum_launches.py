@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from nearsight.ops.local.geometry import ceil_div
@@ -14,7 +15,7 @@ from nearsight.ops.triton_support import next_power_of_two
 if TYPE_CHECKING:
     from nearsight.ops.local.launches import Gradients, Launch
 
-__all__ = ["add_shares", "sum_relative", "too_many"]
+__all__ = ["add_shares", "empty_share", "sum_relative", "too_many"]
 
 # Of one launch whose second axis they are (at most 65,535); so many that the next ones' tensors begin aligned too.
 MOST_IMAGES = 32_768
@@ -25,6 +26,14 @@ TABLE_SUM = {"PARTS": 32, "ROWS": 8, "BLOCK": 512}
 
 # Up to so many rows a program adds them up itself: 1024 were faster so, 4096 slower.
 MOST_ROWS = 2560
+
+
+def empty_share(launch: Launch, like: Tensor) -> Tensor:
+    """For what the strips of all programs have of dk, or of dv."""
+    use, fixed = launch.runtime, launch.constants
+    rows = (ceil_div(use["tiles"], use["splits"]) + fixed["CHUNKS"] - 1) * fixed["TY"]
+    shape = (*launch.grid, rows, fixed["NC"], fixed["G"] * fixed["D"])
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def add_shares(
