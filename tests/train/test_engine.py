@@ -569,13 +569,34 @@ def test_a_compiled_run_learns_what_an_eager_one_does(tmp_path: Path) -> None:
     fit(plain(**keys, model={"compile": False}), tmp_path / "b", resume=tmp_path / "b", quiet=True)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_compiled_blocks_learn_what_an_eager_run_does(tmp_path: Path) -> None:
+    """Blocks of one kind are compiled once, and an evaluation compiles nothing."""
+    from torch._dynamo.utils import counters
+
+    keys = {"train": {"max_steps": 3, "deterministic": False}, "log": {"every": 1}}
+    options = {"depth": 4, "embed_dim": 32, "num_heads": 2, "img_size": 8, "patch_size": 4}
+    vit = {"name": "test_vit2", "drop_path": None, "options": options}
+    eager = fit(plain(**keys, model=vit), tmp_path / "a", quiet=True)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = fit(plain(**keys, model={**vit, "compile": "blocks"}), tmp_path / "b", quiet=True)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
+    assert compiled.metrics["loss"] == pytest.approx(eager.metrics["loss"], rel=1e-2)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
+
+
 @pytest.mark.gpu
 def test_replayed_graphs_learn_what_launches_do(tmp_path: Path) -> None:
     keys = {"train": {"max_steps": 12, "deterministic": False, "device": "auto"}, "log": {"every": 1}}
     model = {"compile": True, "channels_last": True}
     launched = fit(plain(**keys, model=model), tmp_path / "a", quiet=True)
-    replayed = fit(plain(**keys, model={**model, "cuda_graphs": True}), tmp_path / "b", quiet=True)
-    assert replayed.losses == pytest.approx(launched.losses, rel=1e-3)
+    for form in (True, "blocks"):
+        graphs = {**model, "compile": form, "cuda_graphs": True}
+        replayed = fit(plain(**keys, model=graphs), tmp_path / str(form), quiet=True)
+        assert replayed.losses == pytest.approx(launched.losses, rel=1e-3)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,12 @@ class ModelConfig(Section):
     )
     sync_bn: bool = Field(default=False, description="BatchNorm statistics over all processes")
     channels_last: bool = False
-    compile: bool = Field(default=False, description="torch.compile")
+    compile: bool | Literal["blocks"] = Field(
+        default=False, description="torch.compile; blocks: each kind of repeated block once, in less time"
+    )
+    compile_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of torch.compile; those that this torch lacks are left out"
+    )
     cuda_graphs: bool = Field(
         default=False, description="replay the compiled network as CUDA graphs: the host's launches cost nothing"
     )
@@ -161,6 +166,10 @@ class RunConfig(Section):
                 found.append(f"schedule.{key}: got it with schedule.name={schedule.name}, wanted schedule.name={name}")
         if self.model.cuda_graphs and not self.model.compile:
             found.append("model.cuda_graphs: got true, wanted model.compile=true with it")
+        if self.model.compile_options and not self.model.compile:
+            found.append(
+                f"model.compile_options: got {self.model.compile_options}, wanted model.compile=true with them"
+            )
         if self.model.cuda_graphs and self.train.accumulate > 1:
             # A replay writes its gradients where the last one did.
             found.append(f"train.accumulate: got {self.train.accumulate} with model.cuda_graphs, wanted 1")

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin, gather_object
+from accelerate.utils import gather_object
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
 from nearsight.errors import UserError, disk_full
 from nearsight.train import checkpoints, state
+from nearsight.train.compilation import compile_blocks, compiling, dynamo_plugin, tell_unknown_options, uncompiled
 from nearsight.train.config import RunConfig, to_yaml
 from nearsight.train.data.batches import Where, seed_of
 from nearsight.train.log import Reporter, finite, replace_file
@@ -88,10 +89,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             mixed_precision="no" if config.train.precision == "fp32" else config.train.precision,
             cpu=config.train.device == "cpu",
             step_scheduler_with_optimizer=False,
-            dynamo_plugin=TorchDynamoPlugin(
-                backend="inductor" if config.model.compile else "no",
-                mode="reduce-overhead" if config.model.cuda_graphs else "default",
-            ),
+            dynamo_plugin=dynamo_plugin(config.model),
         )
     except ValueError as error:
         raise UserError(f"train.precision: {config.train.precision!r} cannot run here ({error}).") from error
@@ -188,6 +186,9 @@ class Trainer:
         self.total = self.steps_per_epoch * config.schedule.epochs
         optimizer = build_optimizer(model, config.optimizer, self.images_per_step)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        if config.model.compile == "blocks":
+            compile_blocks(model, config.model)
+        tell_unknown_options(config.model, self._note)
         inner: Any = self.optimizer
         self.inner: torch.optim.Optimizer = inner.optimizer
         self.replayed = self._replayed_update()
@@ -349,7 +350,7 @@ class Trainer:
                 f"{self.run} has done its {self.end()} steps already; for more set schedule.epochs or train.max_steps"
             )
         try:
-            with _exactness(self.config.train.deterministic), self._signals():
+            with _exactness(self.config.train.deterministic), self._signals(), compiling(self.config.model):
                 while self.place.step < self.end():
                     start, first = time.perf_counter(), self.place.step
                     self.model.train()
@@ -522,10 +523,8 @@ class Trainer:
     # ---- the end ----
 
     def _evaluate(self, epochs: int) -> dict[str, float]:
-        # Not the compiled form: a second graph, for another mode and batch, costs more than an evaluation.
-        model = getattr(self.model, "_orig_mod", self.model)
-        with self.accelerator.autocast():
-            metrics = self.task.evaluate(model)
+        with self.accelerator.autocast(), uncompiled(self.config.model):
+            metrics = self.task.evaluate(self.model)
             if self.ema is not None:
                 averaged = self.task.evaluate(self.ema.module)
                 metrics.update({f"ema_{name}": value for name, value in averaged.items() if name != "images"})
