@@ -259,6 +259,25 @@ def test_channels_last_checkpointing_and_compile(tmp_path: Path) -> None:
     trainer.report.close()
 
 
+def test_float32_stays_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate switches TF32 on where a network is compiled without mixed precision, and it stays on after the run."""
+
+    class Eager(engine.Accelerator):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            torch.backends.cuda.matmul.allow_tf32 = True
+
+    monkeypatch.setattr(engine, "Accelerator", Eager)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            engine.make_accelerator(plain(model={"compile": True}))
+            assert torch.backends.cuda.matmul.allow_tf32 == allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def poison(at: set[int]) -> Any:
     """From now on the loss of these steps is not a number."""
 
@@ -597,6 +616,7 @@ def test_replayed_graphs_learn_what_launches_do(tmp_path: Path) -> None:
         graphs = {**model, "compile": form, "cuda_graphs": True}
         replayed = fit(plain(**keys, model=graphs), tmp_path / str(form), quiet=True)
         assert replayed.losses == pytest.approx(launched.losses, rel=1e-3)
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -144,6 +144,28 @@ def next_power_of_two(n: int) -> int:
     [1, 4, 8, 16]
     """
     return 1 << max(n - 1, 0).bit_length()
+
+
+# Calls of which a compiled graph was traced with its gradient.
+_traced: set[Hashable] = set()
+
+
+def gradient_traced(op: str, *tensors: Tensor) -> None:
+    """Said where the gradient's op is traced: calls on such tensors will be asked for their gradient (`trains`)."""
+    # Sizes may come without end, or be symbols.
+    if len(_traced) < 10_000 and all(type(size) is int for t in tensors for size in t.shape):
+        _traced.add(_alike(op, tensors))
+
+
+def trains(op: str, tensors: Sequence[Tensor], *others: Tensor | None) -> bool:
+    """Whether the gradient of a call will be asked for: it requires one, or it is one of a compiled graph, within which nothing
+    does, that was traced with the gradient of such `tensors`."""
+    required = any(t is not None and t.requires_grad for t in (*tensors, *others))
+    return required or _alike(op, tensors) in _traced
+
+
+def _alike(op: str, tensors: Sequence[Tensor]) -> Hashable:
+    return (op, *((tuple(t.shape), t.dtype) for t in tensors))
 
 
 # More threads than this only wait for each other: the first tenth of a kernel's compilation is Python's.

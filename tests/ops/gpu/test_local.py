@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nearsight.layers import LocalAttention2d
-from nearsight.ops import local_attention
+from nearsight.ops import launching, local_attention
 from nearsight.ops.launching import without_replays
 from nearsight.ops.local import launches
 from tests.ops.triton.test_local import BFLOAT, FLOAT, HALF, make
@@ -69,13 +69,13 @@ def test_random_rectangles(seed):
 def launched(monkeypatch):
     """The names of the kernels launched from now on; nothing is replayed unseen if the test says so."""
     names: list[str] = []
-    launch = launches.launch_kernel
+    launch = launching.launch
 
-    def remember(kernel, *arguments, **constants):
+    def remember(kernel, *arguments):
         names.append(kernel.fn.__name__)
-        launch(kernel, *arguments, **constants)
+        launch(kernel, *arguments)
 
-    monkeypatch.setattr(launches, "launch_kernel", remember)
+    monkeypatch.setattr(launching, "launch", remember)
     return names
 
 

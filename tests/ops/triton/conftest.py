@@ -53,5 +53,6 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", driver.get_current_device)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(triton_support, "_compiled", set())
+    monkeypatch.setattr(triton_support, "_traced", set())
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     return driver

@@ -39,6 +39,17 @@ def test_what_does_not_train_compiles_no_gradient(driver):
     assert driver.compiled == ["whole_forward"]
 
 
+def test_what_was_traced_with_its_gradient_compiles_it(driver):
+    """In a compiled graph nothing requires a gradient; tracing it, tensors without memory went through both ops."""
+    from nearsight.ops.explicit import triton_impl
+
+    values = torch.empty(2, 16, 5, 2, 8, dtype=torch.bfloat16, device="meta").requires_grad_()
+    out, *_ = triton_impl._forward(values, torch.empty(2, device="meta"), None, True, 1.0, False)
+    out.float().sum().backward()
+    forward((16, 5), trains=False)
+    assert sorted(driver.compiled) == ["whole_backward", "whole_forward"]
+
+
 def test_an_error_shows_where_the_kernel_is_launched(driver):
     from nearsight.ops.explicit import kernels
 

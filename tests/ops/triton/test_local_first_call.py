@@ -223,6 +223,23 @@ def test_what_does_not_train_compiles_no_gradient(driver):
     assert driver.launched == ["ring_forward", *RINGS[16]]
 
 
+@pytest.mark.parametrize("layer", [False, True])
+def test_what_was_traced_with_its_gradient_compiles_it(driver, layer):
+    """In a compiled graph nothing requires a gradient; tracing it, tensors without memory went through both ops."""
+    from nearsight.ops.local import triton_impl
+
+    rest = options(trains=False)
+    if layer:
+        given = [draw(2, 9, 21, 3, 2, 16, trains=False), draw(2, 189, 32), draw(96, 32), None]
+        op = triton_impl._projected_forward_op
+    else:
+        given = [draw(2, 9, 23, 2, 16) for _ in range(3)]
+        op = triton_impl._forward_op
+    op(*given, *rest)[0].float().sum().backward()
+    op._init_fn(*(None if t is None else t.detach() for t in given), *rest)
+    assert sorted(driver.compiled) == sorted(["ring_forward", *RINGS[16]])
+
+
 def test_tall_windows_make_no_more_code(driver, tmp_path):
     """Unrolled, the 16 to 32 chunks of this window's halo took five minutes to compile."""
     from nearsight.ops.local import triton_impl

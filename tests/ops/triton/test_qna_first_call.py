@@ -51,6 +51,20 @@ def test_what_does_not_train_compiles_no_gradient(driver):
     assert driver.launched == BACKWARD
 
 
+def test_what_was_traced_with_its_gradient_compiles_it(driver):
+    """In a compiled graph nothing requires a gradient; tracing it, tensors without memory went through both ops."""
+    from nearsight.ops.qna import triton_impl
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="meta").requires_grad_()
+
+    tables = [draw(3, 2, 4, dtype=torch.float32) for _ in range(2)]
+    out, *_ = triton_impl._forward(draw(2, 5, 9, 2, 4), draw(2, 5, 9, 4, 8), *tables, None, [1, 3], [1, 1], False)
+    out.float().sum().backward()
+    forward((5, 9), trains=False)
+    assert sorted(driver.compiled) == ["add_rows", "backward", "delta", "forward", "pack"]
+
+
 def test_tall_windows_of_many_queries_make_no_more_code(driver, tmp_path):
     """Written out, the 99 weights of a column of these windows took 15 seconds and more to compile."""
     forward((28, 28), trains=True, window=(11, 11), heads=8, queries=9)

@@ -60,3 +60,17 @@ def test_what_does_not_train_compiles_no_gradient(driver, size):
     triton_impl._backward_op._init_fn(*saved)
     assert set(driver.compiled) == {*FORWARD[size], *BACKWARD[size]}
     assert driver.launched == BACKWARD[size]
+
+
+@SIZES
+def test_what_was_traced_with_its_gradient_compiles_it(driver, size):
+    """In a compiled graph nothing requires a gradient; tracing it, tensors without memory went through both ops."""
+    from nearsight.ops.relative import triton_impl
+
+    _, packed, *rest = forward(size, trains=False)
+    tables, options = rest[:2], rest[5:]
+    out, _ = triton_impl._forward_op(packed.requires_grad_(), *tables, None, *options)
+    out.float().sum().backward()
+    assert set(driver.compiled) == set(FORWARD[size])
+    forward(size, trains=False)
+    assert set(driver.compiled) == {*FORWARD[size], *BACKWARD[size]}

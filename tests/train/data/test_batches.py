@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from nearsight.errors import UserError
+from nearsight.train.data import decoded
 from nearsight.train.data.batches import Order, Where, plan, seeded
 from nearsight.train.data.decoded import materialise
 from nearsight.train.data.sources import open_source
@@ -160,6 +163,33 @@ def test_a_held_out_share_of_a_set_with_bad_files(folder: Path) -> None:
         levels = [100 * (Path(part.name(i)).parent.name == "dog") + int(Path(part.name(i)).stem) for i in good]
         assert pixels[:, 0, 0, 0].tolist() == levels
         assert labels.tolist() == [level // 100 for level in levels]
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs processes by fork")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_many_small_images_are_decoded_by_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same order, with the same left out."""
+    spoil(folder)
+    data = settings(f"folder:{folder}", on_bad="skip", cache=False)
+    train = open_source(data).train
+    pixels, labels, left_out = materialise(train, data)
+    monkeypatch.setattr(decoded, "MANY", 10)
+    monkeypatch.setattr(decoded, "CHUNK", 3)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    here, seen = os.getpid(), []
+    read = type(train).read
+
+    def watched(self: Any, index: int) -> Any:
+        seen.append(index)
+        assert os.getpid() != here
+        return read(self, index)
+
+    monkeypatch.setattr(type(train), "read", watched)
+    by_processes = materialise(train, data)
+    assert torch.equal(by_processes[0], pixels)
+    assert torch.equal(by_processes[1], labels)
+    assert by_processes[2] == left_out != []
+    assert not seen
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(

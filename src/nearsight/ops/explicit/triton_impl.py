@@ -16,7 +16,7 @@ from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.explicit import axes, nodes, problem, whole
 from nearsight.ops.explicit.call import OP, SEPARABLE_KINDS, ExplicitCall
 from nearsight.ops.launching import replayed
-from nearsight.ops.triton_support import common_refusal, compile_together, launch, meta_like
+from nearsight.ops.triton_support import common_refusal, compile_together, gradient_traced, launch, meta_like, trains
 
 __all__ = ["refusal", "run"]
 
@@ -87,8 +87,8 @@ def _forward(
     outputs = _empty_outputs(values, radius, key_mask, gaussian, offset, want_radius)
     if values.numel() > 0:
         p = problem.make(values.flatten(3), radius, key_mask, gaussian, offset)
-        trains = values.requires_grad or want_radius
-        compile_together(_class_of(p, trains, want_radius), lambda: _compile(p, trains, want_radius))
+        wanted = want_radius or trains(OP, (values,))
+        compile_together(_class_of(p, wanted, want_radius), lambda: _compile(p, wanted, want_radius))
         _launch_forward(p, *outputs)
     return outputs
 
@@ -99,7 +99,7 @@ def _class_of(p: problem.Problem, *what: bool) -> Hashable:
     return (p.values.device, p.values.dtype, p.heads, p.gaussian, p.offset, p.key_mask is None, *tensors, *what)
 
 
-def _compile(p: problem.Problem, trains: bool, want_radius: bool) -> None:
+def _compile(p: problem.Problem, gradients: bool, want_radius: bool) -> None:
     """Launch on tensors without memory what a call launches, and what its gradient will."""
     values, radius = meta_like(p.values), meta_like(p.radius)
     mask = None if p.key_mask is None else meta_like(p.key_mask)
@@ -107,7 +107,7 @@ def _compile(p: problem.Problem, trains: bool, want_radius: bool) -> None:
     heads = values.unflatten(3, (p.heads, -1))
     out, slopes, buffer = _empty_outputs(heads, radius, mask, p.gaussian, p.offset, want_radius)
     _launch_forward(p, out, slopes, buffer)
-    if trains:
+    if gradients:
         _launch_backward(p, out.flatten(3), slopes, buffer, out, torch.empty_like(radius), want_radius)
 
 
@@ -190,7 +190,6 @@ def _launch_backward(
         launch(kernels.add_shares, (p.heads, 1, 1), *shares, dradius, *counts, least, BLOCK=1024, num_warps=8)
 
 
-@_backward.register_fake
 def _empty_gradients(
     grad: Tensor,
     values: Tensor,
@@ -203,6 +202,12 @@ def _empty_gradients(
     want_radius: bool,
 ) -> tuple[Tensor, Tensor]:
     return values.new_empty(values.shape), radius.new_empty(radius.shape if want_radius else [0])
+
+
+@_backward.register_fake
+def _(grad: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    gradient_traced(OP, values)
+    return _empty_gradients(grad, values, *rest)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -301,7 +301,7 @@ def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gra
                 t.zero_()
         return tables
 
-    def compile_own() -> None:  # where a compiled graph ran the forward, which then knew of no gradient
+    def compile_own() -> None:  # a compiled graph's forward may not know that a backward follows
         places = Gradients(meta_like(into.q), None if into.k is None else meta_like(into.k), meta_like(into.v))
         _launch_gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse), places)
 

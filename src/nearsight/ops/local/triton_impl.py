@@ -12,7 +12,7 @@ from nearsight.ops.dispatch import full_precision, refuse_second_derivatives
 from nearsight.ops.launching import replayed
 from nearsight.ops.local.call import OP, LocalCall
 from nearsight.ops.local.launches import Gradients, attend, empty_outputs, gradients
-from nearsight.ops.triton_support import common_refusal
+from nearsight.ops.triton_support import common_refusal, gradient_traced, trains
 
 __all__ = ["refusal", "run", "run_projected"]
 
@@ -76,11 +76,7 @@ def _forward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     call = _call(q, k, v, rel_row, rel_col, key_mask, window, dilation, zeros, scale)
-    return attend(call, _dense if _trains(q, k, v, rel_row, rel_col) else None)
-
-
-def _trains(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+    return attend(call, _dense if trains(OP, (q, v), k, rel_row, rel_col) else None)
 
 
 def _dense(call: LocalCall) -> Gradients:
@@ -121,6 +117,7 @@ def _backward_op(
 def _(
     grad: Tensor, q: Tensor, k: Tensor | None, v: Tensor, rel_row: Tensor | None, rel_col: Tensor | None, *_: Any
 ) -> list[Tensor]:
+    gradient_traced(OP, q, v)
     like = [q.new_empty(q.shape) for t in (q, v, k) if t is not None]
     return [*like, *(t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None)]
 
@@ -172,8 +169,8 @@ def _projected_forward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     call = _call(*_unpack(packed), rel_row, rel_col, key_mask, window, dilation, zeros, scale)
-    trains = _trains(packed, pixels, weight, bias, rel_row, rel_col)
-    return attend(call, (lambda call: _packed(packed, call)) if trains else None)
+    wanted = trains(OP, (pixels, weight), packed, bias, rel_row, rel_col)
+    return attend(call, (lambda call: _packed(packed, call)) if wanted else None)
 
 
 def _packed(packed: Tensor, call: LocalCall) -> Gradients:
@@ -229,6 +226,7 @@ def _(
     out: Tensor,
     *_: Any,
 ) -> list[Tensor]:
+    gradient_traced(OP, pixels, weight)
     parts = weight.shape[0] // (out.shape[3] * out.shape[4])
     packed = pixels.new_empty((*out.shape[:3], parts, *out.shape[3:]))
     return [packed, *(t.new_empty(t.shape) for t in (rel_row, rel_col) if t is not None)]

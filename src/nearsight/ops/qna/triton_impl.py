@@ -27,11 +27,13 @@ from nearsight.ops.triton_support import (
     common_refusal,
     compile_together,
     early_launch,
+    gradient_traced,
     launch,
     meta_like,
     multiprocessors,
     next_power_of_two,
     register_cap,
+    trains,
 )
 
 __all__ = ["Problem", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
@@ -309,8 +311,8 @@ def _forward(
         bias, scale = (None if table is None else table.contiguous() for table in (position_bias, tap_scale))
         given = (bias is not None, scale is not None)
         p = _problem(scores, values, tables, *given, key_mask, window, stride, stack)
-        trains = any(t is not None and t.requires_grad for t in (scores, values, position_bias, tap_scale))
-        compile_together(_class_of(p, bias, scale, trains), lambda: _compile(p, bias, scale, trains))
+        wanted = trains(OP, (scores, values), position_bias, tap_scale)
+        compile_together(_class_of(p, bias, scale, wanted), lambda: _compile(p, bias, scale, wanted))
         _launch_pack(bias, scale, tables, scores)
         launch_forward(p, out, lse)
     return out, lse, tables
@@ -327,14 +329,14 @@ def _kind(tensor: Tensor) -> Hashable:
     return tensor.device, tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16
 
 
-def _compile(p: Problem, bias: Tensor | None, scale: Tensor | None, trains: bool) -> None:
+def _compile(p: Problem, bias: Tensor | None, scale: Tensor | None, gradients: bool) -> None:
     """Launch on tensors without memory what a call launches, and what its gradient will."""
     bias, scale = (None if table is None else meta_like(table) for table in (bias, scale))
     p = _stand_in(p)
     out, lse, _ = _empty_outputs(p.scores, p.values, bias, scale, p.key_mask, p.window, p.stride, p.stack)
     _launch_pack(bias, scale, p.tables, p.scores)
     launch_forward(p, out, lse)
-    if trains:
+    if gradients:
         _launch_gradients(p, out, lse)
 
 
@@ -400,7 +402,7 @@ def _backward(
         return *empty[:2], empty[2].zero_()
     p = _problem(scores, values, tables, biased, scaled, key_mask, window, stride, stack)
     grad = grad.contiguous()
-    # A compiled graph's forward does not know whether a backward follows.
+    # A compiled graph's forward may not know that a backward follows.
     compile_together(_class_of(p, grad), lambda: _compile_gradients(p, grad, lse))
     return _launch_gradients(p, grad, lse)
 
@@ -419,7 +421,6 @@ def _launch_gradients(p: Problem, grad: Tensor, lse: Tensor) -> tuple[Tensor, Te
     return dscores, dvalues, dtables if sums is None else sum_rows(sums)
 
 
-@_backward.register_fake
 def _empty_gradients(
     grad: Tensor,
     scores: Tensor,
@@ -440,6 +441,12 @@ def _empty_gradients(
             [biased + scaled, window[0] * window[1] * scores.shape[3], scores.shape[4]], dtype=torch.float32
         ),
     )
+
+
+@_backward.register_fake
+def _(grad: Tensor, scores: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    gradient_traced(OP, scores, values)
+    return _empty_gradients(grad, scores, values, *rest)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -12,10 +12,18 @@ from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.launching import replayed
 from nearsight.ops.relative import launches, small
 from nearsight.ops.relative.launches import RelativeCall, empty_outputs, make_call, padded
-from nearsight.ops.triton_support import common_refusal, compile_together, meta_like, shared_memory
+from nearsight.ops.triton_support import (
+    common_refusal,
+    compile_together,
+    gradient_traced,
+    meta_like,
+    shared_memory,
+    trains,
+)
 
 __all__ = ["longest_side", "refusal", "run"]
 
+OP = "RelativeAttention2d"
 WIDEST_HEAD = 128
 # Bytes of one number per column, and of one embedding per column: a program holds a square of the former, and some of the latter.
 LONGEST_SIDE, LARGEST_TABLE = 2**8, 2**14
@@ -116,8 +124,8 @@ def _forward_op(
     """packed [B, n, heads·(2·D + Dv)] → [B, n, heads·Dv], and log₂ Σ 2^logit, [B, heads, n] (float32: two numbers)."""
     call = make_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale)
     if packed.numel():
-        trains = any(t.requires_grad for t in (packed, rel_row, rel_col))
-        compile_together(_class_of(call, trains), lambda: _compile(call, trains))
+        wanted = trains(OP, (packed, rel_row, rel_col))
+        compile_together(_class_of(call, wanted), lambda: _compile(call, wanted))
     found: tuple[Tensor, Tensor] = _kernels_of(call).attend(call)
     return found
 
@@ -143,10 +151,10 @@ def _stand_in(call: RelativeCall) -> RelativeCall:
     return call._replace(packed=packed, rel_row=rel_row, rel_col=rel_col, mask=mask)
 
 
-def _compile(call: RelativeCall, trains: bool) -> None:
+def _compile(call: RelativeCall, gradients: bool) -> None:
     call = _stand_in(call)
     out, lse = _kernels_of(call).attend(call)
-    if trains:
+    if gradients:
         _kernels_of(call).gradients(call, out, out, lse)
 
 
@@ -194,7 +202,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor]:
     call = make_call(packed, rel_row, rel_col, key_mask, *options)
 
-    def compile_own() -> None:  # a compiled graph's forward does not know whether a backward follows
+    def compile_own() -> None:  # a compiled graph's forward may not know that a backward follows
         _kernels_of(call).gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse))
 
     compile_together(_class_of(call, "gradients"), compile_own)
@@ -204,6 +212,7 @@ def _launch_backward(
 
 @_backward_op.register_fake
 def _(grad: Tensor, packed: Tensor, rel_row: Tensor, rel_col: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    gradient_traced(OP, packed, rel_row, rel_col)
     return packed.new_empty(packed.shape), rel_row.new_empty(rel_row.shape), rel_col.new_empty(rel_col.shape)
 
 
@@ -220,4 +229,4 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)
-refuse_second_derivatives("RelativeAttention2d", _backward_op, "call it in float64")
+refuse_second_derivatives(OP, _backward_op, "call it in float64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from nearsight.errors import UserError
 from nearsight.folders import cache_folder
@@ -24,7 +27,9 @@ from nearsight.train.data.splits import Split, Subset
 
 __all__ = ["eval_transform", "materialise", "train_transform"]
 
-SMALL = 96
+SMALL = 96  # pixels a side
+MANY = 10_000
+CHUNK = 500
 
 
 def eval_transform(data: DataConfig) -> Callable[[Any], Any]:
@@ -118,21 +123,43 @@ def _cache(file: Path, pixels: Tensor, labels: Tensor) -> None:
             part.unlink(missing_ok=True)
 
 
-def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
-    transform = eval_transform(data)
+class _Chunks(Dataset[list[Any]]):
+    """A split's images, decoded by the hundreds; of those that cannot be, what is wrong."""
 
-    def one(index: int) -> tuple[Any, int] | BadImageError:
+    def __init__(self, split: Split, data: DataConfig) -> None:
+        self.split, self.transform = split, eval_transform(data)
+
+    def __len__(self) -> int:
+        return -(-len(self.split) // CHUNK)
+
+    def __getitem__(self, chunk: int) -> list[tuple[Any, int] | BadImageError]:
+        return [self.one(i) for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.split)))]
+
+    def one(self, index: int) -> tuple[Any, int] | BadImageError:
         try:
-            image, label = split.read(index)
+            image, label = self.split.read(index)
         except BadImageError as error:
             return error
-        return transform(image), label
+        return np.asarray(self.transform(image)), label
 
-    # Decoders release the interpreter's lock, so threads serve as well as processes; on small images they would only
-    # take it from each other.
-    threads = 1 if data.image_size < SMALL else min(16, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(one, range(len(split)), chunksize=64))
+
+def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[str]]:
+    chunks = _Chunks(split, data)
+    processors = os.cpu_count() or 1
+    if data.image_size >= SMALL:
+        # Decoders release the interpreter's lock, so threads serve as well as processes.
+        with ThreadPoolExecutor(min(16, processors)) as pool:
+            done = list(pool.map(chunks.one, range(len(split)), chunksize=64))
+    else:
+        # On small images threads would only take it from each other. Processes cost more than a few images take.
+        forks = "fork" in multiprocessing.get_all_start_methods() and processors > 2 and len(split) >= MANY
+        workers = min(8, processors) if forks else 0
+        context = "fork" if forks else None
+        # As they are: as tensors each image would be a file that processes share.
+        loader = DataLoader(
+            chunks, batch_size=None, collate_fn=list, num_workers=workers, multiprocessing_context=context
+        )
+        done = [result for chunk in loader for result in chunk]
     good, bad = [], []
     for index, result in enumerate(done):
         if isinstance(result, BadImageError):
