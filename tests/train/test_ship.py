@@ -32,7 +32,7 @@ LIMIT = 8_000_000
 def shipped(tmp_path_factory: Any) -> Path:
     """A run of eight steps, shipped as net.digits."""
     root = tmp_path_factory.mktemp("ship")
-    config = small(data={"root": "secret/place"}, train={"max_steps": 4})
+    config = small(data={"root": "secret/place"}, train={"max_steps": 8})
     result = fit(config, root / "run", quiet=True)
     metrics = ship(result.run, root / "weights" / "net.digits", recipe="digits/conv_nano", seconds=61.4, commit="abc12")
     assert metrics["images"] == 450
