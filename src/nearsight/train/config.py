@@ -166,10 +166,6 @@ class RunConfig(Section):
                 found.append(f"schedule.{key}: got it with schedule.name={schedule.name}, wanted schedule.name={name}")
         if self.model.cuda_graphs and not self.model.compile:
             found.append("model.cuda_graphs: got true, wanted model.compile=true with it")
-        if self.model.compile_options and not self.model.compile:
-            found.append(
-                f"model.compile_options: got {self.model.compile_options}, wanted model.compile=true with them"
-            )
         if self.model.cuda_graphs and self.train.accumulate > 1:
             # A replay writes its gradients where the last one did.
             found.append(f"train.accumulate: got {self.train.accumulate} with model.cuda_graphs, wanted 1")
