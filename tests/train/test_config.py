@@ -45,6 +45,7 @@ from tests.train.support import SMALL, small
         ("data.std=[0]", "data.std.0: got 0, wanted greater than 0"),
         ("data.augment.scale=[0.9,0.2]", "data.augment.scale: got 0.9 to 0.2, wanted the smaller first, above 0"),
         ("loss.mixup=0.2 data.batch_size=63", "data.batch_size: got 63 with mixing, wanted an even number"),
+        ("model.compile=block", "model.compile: got 'block', wanted a valid boolean or 'blocks'."),
         ("model.cuda_graphs=true", "model.cuda_graphs: got true, wanted model.compile=true with it"),
         (
             "model.cuda_graphs=true model.compile=true train.accumulate=2",

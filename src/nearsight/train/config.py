@@ -279,7 +279,7 @@ def validate(cls: type[Config], data: Mapping[str, Any], name: str) -> Config:
     try:
         config = cls.model_validate(dict(data))
     except ValidationError as error:
-        _refuse(name, [_fault(item, cls) for item in error.errors()])
+        _refuse(name, _faults(error.errors(), cls))
     faults = config.faults()
     if faults:
         _refuse(name, faults)
@@ -293,18 +293,29 @@ def _refuse(name: str, faults: Sequence[str]) -> Any:
     raise UserError(f"{name}: {len(faults)} faults: {listed}.")
 
 
-def _fault(item: Any, cls: type[BaseModel]) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        known = list(known_keys(cls))
-        # A right name in the wrong section is nearer than a similar word.
-        moved = next((k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]), None)
-        near = moved or nearest(key, known)
-        return f"unknown key {key}" + (f" (the nearest is {near})" if near else "")
-    if item["type"] == "missing":
-        return f"{key}: missing"
-    text = item["msg"][0].lower() + item["msg"][1:]
-    return f"{key}: got {item['input']!r}, {text.replace('input should be', 'wanted')}"
+def _faults(items: Sequence[Any], cls: type[BaseModel]) -> list[str]:
+    """A sentence for each key: of one that may be of several kinds, each kind has its own fault."""
+    known = known_keys(cls)
+    faults: dict[str, str] = {}
+    for item in items:
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            # A right name in the wrong section is nearer than a similar word.
+            moved = next((k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]), None)
+            near = moved or nearest(key, list(known))
+            faults[key] = f"unknown key {key}" + (f" (the nearest is {near})" if near else "")
+        elif item["type"] == "missing":
+            faults[key] = f"{key}: missing"
+        else:
+            whole, _, kind = key.rpartition(".")
+            key = whole if whole in known and re.match(r"(bool|int|float|str)$|literal\[", kind) else key
+            text = item["msg"][0].lower() + item["msg"][1:]
+            text = text.replace("input should be", "wanted").removesuffix(", unable to interpret input")
+            if key in faults:
+                faults[key] += f" or {text.removeprefix('wanted ')}"
+            else:
+                faults[key] = f"{key}: got {item['input']!r}, {text}"
+    return list(faults.values())
 
 
 def to_yaml(config: BaseModel) -> str:
