@@ -172,6 +172,7 @@ def test_many_small_images_are_decoded_by_processes(folder: Path, monkeypatch: p
     spoil(folder)
     data = settings(f"folder:{folder}", on_bad="skip", cache=False)
     train = open_source(data).train
+    before = torch.get_rng_state()
     pixels, labels, left_out = materialise(train, data)
     monkeypatch.setattr(decoded, "MANY", 10)
     monkeypatch.setattr(decoded, "CHUNK", 3)
@@ -190,6 +191,8 @@ def test_many_small_images_are_decoded_by_processes(folder: Path, monkeypatch: p
     assert torch.equal(by_processes[1], labels)
     assert by_processes[2] == left_out != []
     assert not seen
+    # A run draws the same whether its images were decoded, and by whom, or kept from before.
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(

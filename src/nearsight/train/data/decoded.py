@@ -155,9 +155,14 @@ def _decode_all(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
         forks = "fork" in multiprocessing.get_all_start_methods() and processors > 2 and len(split) >= MANY
         workers = min(8, processors) if forks else 0
         context = "fork" if forks else None
-        # As they are: as tensors each image would be a file that processes share.
         loader = DataLoader(
-            chunks, batch_size=None, collate_fn=list, num_workers=workers, multiprocessing_context=context
+            chunks,
+            batch_size=None,
+            collate_fn=list,  # as they are: as tensors each image would be a file that processes share
+            num_workers=workers,
+            multiprocessing_context=context,
+            # Not torch's own: what a run draws must not depend on whether its images were decoded before.
+            generator=torch.Generator(),
         )
         done = [result for chunk in loader for result in chunk]
     good, bad = [], []
