@@ -68,3 +68,5 @@ def test_options_that_this_torch_lacks_are_told() -> None:
     assert (
         "has no 'loop_ordering_after_fussion', which is left out; did you mean 'loop_ordering_after_fusion'?" in told[0]
     )
+    tell_unknown_options(ModelConfig(name="resnet18", compile=False, compile_options=options), told.append)
+    assert len(told) == 1, "nothing is compiled"

@@ -59,25 +59,30 @@ def beside(tensor: Tensor) -> Iterator[None]:
     if not tensor.is_cuda:  # on a CPU they only come one after the other, and so do stand-ins of a compilation
         yield
         return
-    _follow(_Mark.BESIDE, tensor.device)
+    _mark(_Mark.BESIDE, tensor.device)
     try:
         with torch.cuda.stream(_second_stream(tensor.device)):
             yield
     finally:
-        _follow(_Mark.BACK, tensor.device)
+        _mark(_Mark.BACK, tensor.device)
 
 
 def join(tensor: Tensor) -> None:
     """What follows waits for the launches `beside` it."""
     if tensor.is_cuda:
-        _follow(_Mark.JOIN, tensor.device)
+        _mark(_Mark.JOIN, tensor.device)
 
 
-def _follow(mark: _Mark, device: torch.device) -> int:
-    """Do what a mark says, and remember it where a call is being recorded; the stream that the next launches go to."""
+def _mark(mark: _Mark, device: torch.device) -> None:
+    """Do what a mark says, and remember it where a call is being recorded."""
+    _follow(mark, device)
     recorder = _recorder.get()
     if recorder is not None:
         recorder.steps.append(mark)
+
+
+def _follow(mark: _Mark, device: torch.device) -> int:
+    """Let one stream wait for the other, as a mark says; the one that the next launches go to."""
     first, second = torch.cuda.current_stream(device), _second_stream(device)
     if mark is _Mark.BESIDE:
         second.wait_stream(first)

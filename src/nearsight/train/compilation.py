@@ -62,7 +62,7 @@ def _options(model: ModelConfig) -> dict[str, Any]:
 
 def tell_unknown_options(model: ModelConfig, tell: Callable[[str], None]) -> None:
     """A sentence for each option of the compiler that this torch does not have."""
-    if not model.compile_options:
+    if not model.compile or not model.compile_options:
         return
     known = torch._inductor.list_options()
     for name in model.compile_options:
@@ -72,7 +72,7 @@ def tell_unknown_options(model: ModelConfig, tell: Callable[[str], None]) -> Non
             tell(f"model.compile_options: torch {torch.__version__} has no {name!r}, which is left out{hint}")
 
 
-# Without a compilation neither of these imports the compiler, which takes seconds.
+# Without a compilation neither these nor the above import the compiler, which takes seconds.
 
 
 def compiling(model: ModelConfig) -> AbstractContextManager[Any]:

@@ -84,7 +84,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     AcceleratorState._reset_state()
     if config.train.precision == "fp16" and (config.train.device == "cpu" or not torch.accelerator.is_available()):
         raise UserError("train.precision: got fp16 on a CPU, wanted bf16 or fp32; half precision needs a GPU.")
-    exact = torch.backends.cuda.matmul.allow_tf32
+    allowed = torch.backends.cuda.matmul.allow_tf32
     try:
         accelerator = Accelerator(
             mixed_precision="no" if config.train.precision == "fp32" else config.train.precision,
@@ -96,7 +96,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         raise UserError(f"train.precision: {config.train.precision!r} cannot run here ({error}).") from error
     finally:
         # Of a compiled network in fp32 Accelerate lets products be TF32, for all of the process and from then on.
-        torch.backends.cuda.matmul.allow_tf32 = exact
+        torch.backends.cuda.matmul.allow_tf32 = allowed
     if config.model.sync_bn and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         raise UserError("model.sync_bn: got true on CPUs, where torch cannot join BatchNorms; wanted false, or GPUs.")
     return accelerator
