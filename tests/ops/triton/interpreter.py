@@ -60,15 +60,20 @@ def _child() -> subprocess.Popen[bytes]:
     return child
 
 
-def _mend_bfloat16() -> None:
-    """Triton's interpreter keeps bfloat16 as bits; its `dot` multiplies those, and its conversion cuts instead of rounding."""
+def _mend_arithmetic() -> None:
+    """Make the interpreter compute what a GPU does.
+
+    It keeps bfloat16 as bits; its `dot` multiplies those, and its conversion cuts instead of rounding. And its `dot` is BLAS's,
+    which on some CPUs adds the terms of q·k in another order than those of k·q, so that a logit made again in the backward is
+    not the forward's. A GPU adds them in one order; adding in float64 and rounding once gives that on every CPU.
+    """
     import numpy as np
     import torch
     from triton import language as tl
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    plain_cast, plain_dot = builder.cast_impl, builder.create_dot
+    plain_cast = builder.cast_impl
 
     def widened(operand: Any) -> Any:
         if operand.dtype.scalar != tl.bfloat16:
@@ -84,8 +89,9 @@ def _mend_bfloat16() -> None:
             return widened(source)
         return plain_cast(self, source, dtype)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain_dot(self, widened(a), widened(b), *rest)
+    def create_dot(_self: Any, a: Any, b: Any, added: Any, *_precision: Any) -> Any:
+        products = np.matmul(widened(a).data, widened(b).data, dtype=np.float64)
+        return handle(products.astype(added.data.dtype) + added.data, added.dtype.scalar)
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
 
@@ -97,7 +103,7 @@ def _serve() -> None:
 
     torch.use_deterministic_algorithms(True)  # with it, torch.empty is filled with NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
-    _mend_bfloat16()
+    _mend_arithmetic()
     while True:
         try:
             module, name, kwargs = pickle.load(requests)

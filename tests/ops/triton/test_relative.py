@@ -155,12 +155,18 @@ def test_keys_of_a_program(keys, queries):
 @interpreted
 @pytest.mark.parametrize("pixels", [1, 10**9])
 def test_large_logits(pixels):
-    """Several hundred: only differences from the largest may be exponentiated, and a later row may bring it.
+    """Several hundred: only differences from the largest may be exponentiated, and a later row brings it.
 
-    Of few queries nearly all have one key, and the largest errors of the others, ours and torch's, are a matter of luck.
+    All keys of a query are large alike but for the row's slope: were they far apart, one would have all the weight of nearly
+    every query, and the errors of the few others, ours and torch's, would be a matter of luck.
     """
+    inputs = make(size=(9, 10), batch=2)
+    inputs["packed"][..., 0] += 20  # of q
+    inputs["packed"][..., 4] = 8.0  # of k
+    inputs["rel_col"][..., 0] = 8.0
+    inputs["rel_row"][..., 0] = 8.0 + 0.15 * torch.arange(17)
     with bounded_from(pixels):
-        compare(make(size=(9, 10), batch=2, spread=8.0), scale=1.0)
+        compare(inputs, scale=1.0)
 
 
 @interpreted
