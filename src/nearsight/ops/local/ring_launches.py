@@ -99,7 +99,7 @@ def _images_first(launch: Launch, batch: int, in_turns: bool, device: torch.devi
     programs, places = launch.grid[0] * launch.grid[1], PLACES * multiprocessors(device)
     if programs < 2 * places:
         return 0
-    last = ceil_div(9 * batch, 16) if in_turns else ceil_div(3 * places * batch, 4 * programs)
+    last = ceil_div(9 * batch, 16) if in_turns else ceil_div(places * batch, 2 * programs)
     return (batch - last) // 4 * 4
 
 
