@@ -33,6 +33,7 @@ __all__ = [
     "Where",
     "build_batches",
     "count_batches",
+    "example_images",
     "leave_signals_to_the_run",
     "make_loader",
     "plan",
@@ -140,6 +141,13 @@ def _places(images: Tensor) -> tuple[Tensor, Tensor]:
     """A row and a column of each image, anywhere."""
     row, column = (torch.randint(side, (len(images),), device=images.device) for side in images.shape[-2:])
     return row, column
+
+
+def example_images(data: DataConfig, channels_last: bool) -> Tensor:
+    """A training batch's images but for their values: sizes, strides, dtype."""
+    size = (data.batch_size, data.image_size, data.image_size, data.channels)
+    images = torch.empty(size).permute(0, 3, 1, 2)
+    return images if channels_last else images.contiguous()
 
 
 class OnDeviceBatches:
