@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ FEWEST_CORES = 8
 # GPU memory for a child: its context, one block's activations at a time, forward and backward.
 ROOM = 8 << 30
 # Seconds, far more than any compilation takes.
-PATIENCE = 600.0
+PATIENCE = 300.0
 
 
 # ---- the run's part ----
@@ -163,9 +164,12 @@ def start(config: RunConfig, accelerator: Accelerator, tell: Callable[[str], Non
         "precision": torch.get_float32_matmul_precision(),
         "gpu": torch.cuda.current_device() if accelerator.device.type == "cuda" else None,
     }
+    return Ahead([_command(share, count) for share in range(count)], json.dumps(request), mark, tell)
+
+
+def _command(share: int, of: int) -> list[str]:
     # -P: the folder that the user is in is searched as far as it is in sys.path, no further.
-    commands = [[sys.executable, "-P", "-m", "nearsight.train.ahead", str(i), str(count)] for i in range(count)]
-    return Ahead(commands, json.dumps(request), mark, tell)
+    return [sys.executable, "-P", "-m", "nearsight.train.ahead", str(share), str(of)]
 
 
 def _obstacle(config: RunConfig, accelerator: Accelerator) -> str | None:
@@ -325,7 +329,12 @@ def main() -> None:
     torch.set_num_threads(request["threads"])
     if torch.get_float32_matmul_precision() != request["precision"]:
         torch.set_float32_matmul_precision(request["precision"])
-    compile_share(config_from(request["config"], "the run's config"), share, of)
+    try:
+        compile_share(config_from(request["config"], "the run's config"), share, of)
+    except Exception as error:
+        traceback.print_exc()
+        # The last line is what the run tells.
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":
