@@ -130,7 +130,8 @@ def test_the_calls_are_those_of_a_step(
     name: str, kinds: int, blocks: int, options: dict[str, Any], channels_last: bool, precision: str, dtype: torch.dtype
 ) -> None:
     """Fake tensors meet each block with the sizes, strides and dtypes of a batch of the run's own."""
-    model = {"name": name, "options": options, "channels_last": channels_last, "compile_processes": None}
+    drop_path = 0.1 if name == "test_vit2" else 0.0
+    model = {"name": name, "options": options, "channels_last": channels_last, "drop_path": drop_path}
     config = config_of({"precision": precision}, {"channels": 3} if name == "aa_resnet50_cifar" else {}, **model)
     accelerator = make_accelerator(config)
     task = task_class("classify")
@@ -147,14 +148,16 @@ def test_the_calls_are_those_of_a_step(
     for call in calls:
         number = repeated_blocks(network).index(call.block)
         assert list(map(facts, call.args)) == seen[number]
-        assert call.args[0].dtype == dtype
+        assert call.args[0].dtype == (torch.float32 if name == "test_vit2" else dtype)
     assert all(not block._forward_pre_hooks for block in repeated_blocks(network)), "they would be compiled too"
 
 
 def facts(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return (tuple(value.shape), value.stride(), value.dtype, value.requires_grad, value.is_leaf)
+    # A step along an axis of one element leads nowhere, and a layer that is not compiled may choose any.
+    strides = [step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    return (tuple(value.shape), strides, value.dtype, value.requires_grad, value.is_leaf)
 
 
 def batch_of(config: Any) -> Tensor:

@@ -145,9 +145,9 @@ def _places(images: Tensor) -> tuple[Tensor, Tensor]:
 
 def example_images(data: DataConfig, channels_last: bool) -> Tensor:
     """A training batch's images but for their values: sizes, strides, dtype."""
-    size = (data.batch_size, data.image_size, data.image_size, data.channels)
-    images = torch.empty(size).permute(0, 3, 1, 2)
-    return images if channels_last else images.contiguous()
+    size = (data.batch_size, data.channels, data.image_size, data.image_size)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(size).to(memory_format=layout)
 
 
 class OnDeviceBatches:
