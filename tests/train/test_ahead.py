@@ -116,27 +116,36 @@ def refuse(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("augment", [{}, {"cutout": 0, "erase": 0.0}], ids=["holes", "whole"])
 @pytest.mark.parametrize(
-    ("name", "kinds", "blocks", "options"),
+    ("name", "kinds", "blocks", "channels", "options"),
     [
-        ("aa_resnet50_cifar", 8, 16, {"stages": "caaa"}),
-        ("sasa_resnet_nano", 4, 4, {}),
-        ("test_resnet", 4, 4, {}),
-        ("test_vit2", 2, 2, NETWORK["options"]),
+        ("aa_resnet50_cifar", 8, 16, 3, {"stages": "caaa"}),
+        ("sasa_resnet_nano", 4, 4, 1, {}),
+        ("test_resnet", 4, 4, 1, {}),
+        ("test_vit2", 2, 2, 1, NETWORK["options"]),
     ],
 )
 def test_the_calls_are_those_of_a_step(
-    name: str, kinds: int, blocks: int, options: dict[str, Any], channels_last: bool, precision: str, dtype: torch.dtype
+    name: str,
+    kinds: int,
+    blocks: int,
+    channels: int,
+    options: dict[str, Any],
+    augment: dict[str, Any],
+    precision: str,
+    channels_last: bool,
+    tmp_path: Path,
 ) -> None:
     """Fake tensors meet each block with the sizes, strides and dtypes of a batch of the run's own."""
     drop_path = 0.1 if name == "test_vit2" else 0.0
     model = {"name": name, "options": options, "channels_last": channels_last, "drop_path": drop_path}
-    config = config_of({"precision": precision}, {"channels": 3} if name == "aa_resnet50_cifar" else {}, **model)
+    config = config_of({"precision": precision}, {"channels": channels, "augment": augment}, **model)
     accelerator = make_accelerator(config)
     task = task_class("classify")
     network = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
-    calls = ahead.first_of_each_kind(network, lambda: task.example(config), accelerator)
+    calls = ahead.first_of_each_kind(network, lambda: task.example(config, accelerator.device), accelerator)
     assert len(calls) == kinds
     assert len(repeated_blocks(network)) == blocks
     real = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
@@ -144,11 +153,12 @@ def test_the_calls_are_those_of_a_step(
     for number, block in enumerate(repeated_blocks(real)):
         block.register_forward_pre_hook(lambda _, args, number=number: seen.__setitem__(number, list(map(facts, args))))
     with accelerator.autocast():
-        real(batch_of(config))
+        real(batch_of(config, tmp_path))
     for call in calls:
         number = repeated_blocks(network).index(call.block)
         assert list(map(facts, call.args)) == seen[number]
-        assert call.args[0].dtype == (torch.float32 if name == "test_vit2" else dtype)
+        half = precision == "bf16" and name != "test_vit2"
+        assert call.args[0].dtype == (torch.bfloat16 if half else torch.float32)
     assert all(not block._forward_pre_hooks for block in repeated_blocks(network)), "they would be compiled too"
 
 
@@ -160,22 +170,11 @@ def facts(value: Any) -> Any:
     return (tuple(value.shape), strides, value.dtype, value.requires_grad, value.is_leaf)
 
 
-def batch_of(config: Any) -> Tensor:
-    """A training batch's images, as the run makes them."""
-    if config.data.channels == 1:
-        trainer = Trainer(config.model_copy(update={"model": config.model.model_copy(update={"compile": False})}), RUN)
-        return next(trainer.task.train.epoch(0)).images
-    size = (config.data.batch_size, 3, config.data.image_size, config.data.image_size)
-    images = torch.zeros(size)
-    return images.to(memory_format=torch.channels_last) if config.model.channels_last else images
-
-
-RUN = Path("unused")
-
-
-@pytest.fixture(autouse=True)
-def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "RUN", tmp_path / "batch")
+def batch_of(config: RunConfig, run: Path) -> Tensor:
+    """A training batch's images, as a run makes them."""
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+    images: Tensor = next(Trainer(plain, run, quiet=True).task.train.epoch(0)).images
+    return images
 
 
 def test_inputs_are_made_again_as_inside_a_network() -> None:

@@ -252,10 +252,10 @@ def first_of_each_kind(network: nn.Module, images: Callable[[], Tensor], acceler
     named = (*network.named_parameters(), *network.named_buffers())
     weights: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
     try:
-        with mode, accelerator.device:
+        with mode:
             inputs = images()
-        with mode, accelerator.autocast():
-            torch.func.functional_call(network, weights, (inputs,))
+            with accelerator.autocast():
+                torch.func.functional_call(network, weights, (inputs,))
     finally:
         for hook in hooks:
             hook.remove()
@@ -277,7 +277,7 @@ def compile_share(config: RunConfig, share: int, of: int) -> int:
     network = _filled(task.facts(config).model, accelerator.device, config.model).train()
     with exactness(config.train.deterministic), compiling(config.model):
         torch.backends.cudnn.benchmark = False  # it would search for algorithms that the run searches again
-        calls = first_of_each_kind(network, lambda: task.example(config), accelerator)[share::of]
+        calls = first_of_each_kind(network, lambda: task.example(config, accelerator.device), accelerator)[share::of]
         compile_blocks(network, config.model)
         for call in calls:
             _step(call, config.model, accelerator)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -143,11 +144,12 @@ def _places(images: Tensor) -> tuple[Tensor, Tensor]:
     return row, column
 
 
-def example_images(data: DataConfig, channels_last: bool) -> Tensor:
-    """A training batch's images but for their values: sizes, strides, dtype."""
-    size = (data.batch_size, data.channels, data.image_size, data.image_size)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(size).to(memory_format=layout)
+def example_images(data: DataConfig, channels_last: bool, device: torch.device) -> Tensor:
+    """A training batch's images but for their values, made as a batch is: sizes, strides and dtype are the same."""
+    plain: Any = SimpleNamespace(mean=[0.0] * data.channels, std=[1.0] * data.channels)
+    finish = _Finish(data, plain, Where(device), True, channels_last)
+    size = (data.batch_size, data.image_size, data.image_size, data.channels)
+    return finish(torch.empty(size, dtype=torch.uint8, device=device), None)
 
 
 class OnDeviceBatches:

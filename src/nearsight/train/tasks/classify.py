@@ -167,9 +167,9 @@ class Classify:
         return Facts(images, classes, model, forward, notes)
 
     @staticmethod
-    def example(config: ClassifyConfig) -> Tensor:
+    def example(config: ClassifyConfig, device: torch.device) -> Tensor:
         """What the network is given in a training step, but for its values."""
-        return example_images(config.data, config.model.channels_last)
+        return example_images(config.data, config.model.channels_last, device)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:

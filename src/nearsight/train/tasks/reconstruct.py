@@ -154,9 +154,9 @@ class Reconstruct:
         return Facts(images, None, model, lambda: model.train()(pixels), notes)
 
     @staticmethod
-    def example(config: ReconstructConfig) -> Tensor:
+    def example(config: ReconstructConfig, device: torch.device) -> Tensor:
         """What the network is given in a training step, but for its values."""
-        return example_images(config.data, config.model.channels_last)
+        return example_images(config.data, config.model.channels_last, device)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:
