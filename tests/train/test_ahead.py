@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ NETWORK = {
 def config_of(train: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **model: Any) -> RunConfig:
     return small(
         model={**NETWORK, "compile": "blocks", "compile_processes": 2, **model},
-        train={"max_steps": 2, "deterministic": False, "precision": "bf16", **(train or {})},
+        train={"max_steps": 2, "precision": "bf16", **(train or {})},
         data={"batch_size": 16, **(data or {})},
         log={"every": 1},
         checkpoint={"every_steps": None},
@@ -77,7 +77,20 @@ def found_all(asked: dict[str, int], kinds: int) -> bool:
     return asked == {"autograd_cache_hit": kinds, "fxgraph_cache_hit": 2 * kinds}
 
 
+@pytest.fixture
+def _set_otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads and precision of products that a process does not have by itself: code depends on both."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+@pytest.mark.usefixtures("_set_otherwise")
 def test_a_run_finds_what_its_children_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_children, asked, told = trained(config_of(), folder / "a")
     assert found_all(asked, 2), asked
@@ -103,7 +116,7 @@ def test_a_run_finds_what_its_children_compiled(folder: Path, monkeypatch: pytes
 def test_a_run_on_a_gpu_finds_what_its_children_compiled(folder: Path, graphs: bool) -> None:
     aa = {"name": "aa_resnet50_cifar", "drop_path": None, "options": {"stages": "caaa", "img_size": 32}}
     config = config_of(
-        {"device": "auto", "max_steps": 6},
+        {"device": "auto", "max_steps": 6, "deterministic": False},
         {"image_size": 32, "batch_size": 64},
         **{**aa, "channels_last": True, "cuda_graphs": graphs, "compile_processes": 4},
     )
