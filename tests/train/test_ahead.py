@@ -91,24 +91,49 @@ def _set_otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 @pytest.mark.usefixtures("_set_otherwise")
-def test_a_run_finds_what_its_children_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_children, asked, told = trained(config_of(), folder / "a")
-    assert found_all(asked, 2), asked
+def test_a_run_finds_what_a_child_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One child does its share, the other nothing: of the two kinds the run finds one, and compiles one."""
+    command, idle = ahead._command, child("pass")
+    monkeypatch.setattr(ahead, "_command", lambda share, of: (command, idle)[share](share, of))
+    losses, asked, told = trained(config_of(), folder / "a")
+    assert asked.pop("autograd_cache_saved") == 1
+    assert asked == {
+        "autograd_cache_hit": 1,
+        "autograd_cache_miss": 1,
+        "fxgraph_cache_hit": 2,
+        "fxgraph_cache_miss": 2,
+    }
+    assert len(losses) == 2
     assert len(told) == 2
     assert told[0].startswith("model.compile_processes: waited ")
     assert told[0].endswith(" s for 2 processes that compiled ahead")
-    move_caches(folder / "others", monkeypatch)
-    without, asked, told = trained(config_of(compile_processes=0), folder / "b")
-    assert asked["fxgraph_cache_miss"] == 4, "the counters do tell"
-    assert len(told) == 1
-    assert with_children == without
     # The mark: nothing is started for this network again, but for another one.
-    move_caches(folder / "caches", monkeypatch)
     accelerator = make_accelerator(config_of())
     marks = [ahead._mark(config_of(**keys), accelerator.device).exists() for keys in ({}, {"cuda_graphs": True})]
     assert marks == [True, False]
     monkeypatch.setattr(ahead, "_command", refuse)
     assert ahead.start(config_of(), accelerator, told.append).children == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+@pytest.mark.parametrize(
+    ("kinds", "model"),
+    [
+        (2, {"channels_last": True}),
+        (4, {"name": "expatt_resnet_nano", "drop_path": None, "options": {}, "channels_last": True}),
+    ],
+)
+def test_a_run_is_the_same_with_children_and_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kinds: int, model: dict[str, Any]
+) -> None:
+    with_children, asked, _ = trained(config_of(**model), folder / "a")
+    assert found_all(asked, kinds), asked
+    move_caches(folder / "others", monkeypatch)
+    without, asked, told = trained(config_of(compile_processes=0, **model), folder / "b")
+    assert asked["fxgraph_cache_miss"] == 2 * kinds
+    assert len(told) == 1
+    assert with_children == without
 
 
 @pytest.mark.gpu
@@ -128,8 +153,7 @@ def refuse(*arguments: Any) -> Any:
     raise AssertionError("nothing was to be started")
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "channels_last"), [("fp32", False), ("bf16", True)])
 @pytest.mark.parametrize("augment", [{}, {"cutout": 0, "erase": 0.0}], ids=["holes", "whole"])
 @pytest.mark.parametrize(
     ("name", "kinds", "blocks", "channels", "options"),
