@@ -101,14 +101,15 @@ class Ahead:
             import torch._inductor.compile_fx  # noqa: F401
 
             faults = [fault for i in range(count) if (fault := self._fault(i, began + PATIENCE)) is not None]
+            waited = time.monotonic() - began
         finally:
             self.stop()
-        waited = f"waited {time.monotonic() - began:.1f} s for"
+        many = f"{count} process" + ("es" if count > 1 else "")
         if faults:
-            these = f"{len(faults)} of {count} processes that compile ahead failed ({faults[0]})"
+            these = f"{len(faults)} of {many} that compile ahead failed ({faults[0]})"
             self.tell(f"model.compile_processes: {these}; the run compiles for itself what they leave out")
         else:
-            self.tell(f"model.compile_processes: {waited} {count} processes that compiled ahead")
+            self.tell(f"model.compile_processes: waited {waited:.1f} s for {many} that compiled ahead")
         # What a child did not compile the run does now: the next one finds it all the same.
         if self.mark is not None:
             with contextlib.suppress(OSError):
@@ -132,10 +133,11 @@ def _stop(children: Sequence[subprocess.Popen[str]], messages: Sequence[IO[str]]
     for child in children:
         child.kill()
     for child in children:
-        child.wait()
         assert child.stdin is not None
         with contextlib.suppress(OSError):
             child.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing is waited for without end
+            child.wait(10)
     for file in messages:
         file.close()
 
