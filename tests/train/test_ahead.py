@@ -242,7 +242,7 @@ def test_a_child_that_fails_is_told_and_the_run_goes_on(folder: Path, monkeypatc
     losses, _, told = trained(config_of(), folder / "a")
     assert len(losses) == 2
     assert told[0] == (
-        "model.compile_processes: 2 of 2 processes that compile ahead failed (ValueError: no room); "
+        "model.compile_processes: 2 of 2 processes failed to compile ahead (ValueError: no room); "
         "the run compiles for itself what they leave out"
     )
     plain, _, _ = trained(config_of(compile_processes=0), folder / "b")
@@ -259,6 +259,29 @@ def test_a_python_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert told[0].startswith("model.compile_processes: cannot start processes ([Errno 2] ")
 
 
+def test_children_belong_to_no_group_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's variables would have them wait for each other at its address."""
+    for name in ahead.LAUNCHER:
+        monkeypatch.setenv(name, "0")
+    told: list[str] = []
+    command = child("import os; raise ValueError(sorted({'RANK', 'WORLD_SIZE', 'MASTER_PORT'} & os.environ.keys()))")(
+        0, 1
+    )
+    ahead.Ahead([command], "request", None, told.append).wait()
+    assert told[0].startswith("model.compile_processes: 1 of 1 process failed to compile ahead (ValueError: []); ")
+
+
+def test_tritons_folder_is_the_one_inductor_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    ahead._settle_triton(torch.device("cuda"))
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder / "caches" / "triton"), "the user's own"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    ahead._settle_triton(torch.device("cpu"))
+    assert "TRITON_CACHE_DIR" not in os.environ
+    ahead._settle_triton(torch.device("cuda"))
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder / "caches" / "inductor" / "triton" / "1")
+
+
 @pytest.mark.usefixtures("eager")
 def test_a_child_that_hangs_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "PATIENCE", 0.2)
@@ -266,7 +289,7 @@ def test_a_child_that_hangs_is_left(folder: Path, monkeypatch: pytest.MonkeyPatc
     told: list[str] = []
     started = ahead.start(config_of(), make_accelerator(config_of()), told.append)
     started.wait()
-    assert "2 of 2 processes that compile ahead failed (not done after 0 s)" in told[0]
+    assert "2 of 2 processes failed to compile ahead (not done after 0 s)" in told[0]
     assert all(each.returncode == -signal.SIGKILL for each in started.children)
 
 

@@ -106,7 +106,7 @@ class Ahead:
             self.stop()
         many = f"{count} process" + ("es" if count > 1 else "")
         if faults:
-            these = f"{len(faults)} of {many} that compile ahead failed ({faults[0]})"
+            these = f"{len(faults)} of {many} failed to compile ahead ({faults[0]})"
             self.tell(f"model.compile_processes: {these}; the run compiles for itself what they leave out")
         else:
             self.tell(f"model.compile_processes: waited {waited:.1f} s for {many} that compiled ahead")
@@ -180,9 +180,12 @@ def _obstacle(config: RunConfig, accelerator: Accelerator) -> str | None:
         return "which is for one training process"
     if not hasattr(task_class(config.task), "example"):
         return f"since task {config.task} has no batches of one shape"
-    options, kept = config.model.compile_options, torch._inductor.config
-    caches = options.get("fx_graph_cache", kept.fx_graph_cache), torch._functorch.config.enable_autograd_cache
-    if not all(caches) or options.get("force_disable_caches", kept.force_disable_caches):
+    from torch._functorch import config as autograd
+    from torch._inductor import config as inductor
+
+    options = config.model.compile_options
+    kept = options.get("fx_graph_cache", inductor.fx_graph_cache) and autograd.enable_autograd_cache
+    if not kept or options.get("force_disable_caches", inductor.force_disable_caches):
         return "since the compiler's caches are switched off"
     return None
 
