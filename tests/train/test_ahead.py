@@ -187,16 +187,19 @@ def test_the_calls_are_those_of_a_step(
     assert len(calls) == kinds
     assert len(repeated_blocks(network)) == blocks
     real = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+    run = Trainer(plain, tmp_path, quiet=True)
     seen: dict[int, Any] = {}
     for number, block in enumerate(repeated_blocks(real)):
         block.register_forward_pre_hook(lambda _, args, number=number: seen.__setitem__(number, list(map(facts, args))))
     with accelerator.autocast():
-        real(batch_of(config, tmp_path))
+        real(next(run.task.train.epoch(0)).images)
     for call in calls:
         number = repeated_blocks(network).index(call.block)
         assert list(map(facts, call.args)) == seen[number]
         half = precision == "bf16" and name != "test_vit2"
         assert call.args[0].dtype == (torch.bfloat16 if half else torch.float32)
+    assert layout(network) == layout(run.bare)
     assert all(not block._forward_pre_hooks for block in repeated_blocks(network)), "they would be compiled too"
 
 
@@ -208,11 +211,19 @@ def facts(value: Any) -> Any:
     return (tuple(value.shape), strides, value.dtype, value.requires_grad, value.is_leaf)
 
 
-def batch_of(config: RunConfig, run: Path) -> Tensor:
-    """A training batch's images, as a run makes them."""
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
-    images: Tensor = next(Trainer(plain, run, quiet=True).task.train.epoch(0)).images
-    return images
+def layout(network: nn.Module) -> dict[str, Any]:
+    """What a compilation sees of the weights."""
+    return {
+        name: (t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in network.state_dict(keep_vars=True).items()
+    }
+
+
+def test_every_kind_is_in_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(ahead, "_step", lambda call, model, accelerator: done.append(repr(call.block)))
+    config = config_of(name="test_resnet", options={}, drop_path=0.0)
+    assert [ahead.compile_share(config, share, 3) for share in range(3)] == [2, 1, 1]
+    assert len(set(done)) == len(done) == 4
 
 
 def test_inputs_are_made_again_as_inside_a_network() -> None:
