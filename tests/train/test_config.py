@@ -48,6 +48,11 @@ from tests.train.support import SMALL, small
         ("model.compile=block", "model.compile: got 'block', wanted a valid boolean or 'blocks'."),
         ("model.cuda_graphs=true", "model.cuda_graphs: got true, wanted model.compile=true with it"),
         (
+            "model.compile=true model.compile_processes=4",
+            "model.compile_processes: got 4, wanted model.compile=blocks with it",
+        ),
+        ("model.compile_processes=-1", "model.compile_processes: got -1, wanted greater than or equal to 0"),
+        (
             "model.cuda_graphs=true model.compile=true train.accumulate=2",
             "train.accumulate: got 2 with model.cuda_graphs, wanted 1",
         ),

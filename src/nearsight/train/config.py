@@ -58,6 +58,11 @@ class ModelConfig(Section):
     compile_options: dict[str, Any] = Field(
         default_factory=dict, description="options of torch.compile; those that this torch lacks are left out"
     )
+    compile_processes: int | None = Field(
+        default=None,
+        ge=0,
+        description="processes that compile blocks ahead, side by side; 0: none; null: on a GPU, where there are cores",
+    )
     cuda_graphs: bool = Field(
         default=False, description="replay the compiled network as CUDA graphs: the host's launches cost nothing"
     )
@@ -166,6 +171,9 @@ class RunConfig(Section):
                 found.append(f"schedule.{key}: got it with schedule.name={schedule.name}, wanted schedule.name={name}")
         if self.model.cuda_graphs and not self.model.compile:
             found.append("model.cuda_graphs: got true, wanted model.compile=true with it")
+        if self.model.compile_processes and self.model.compile != "blocks":
+            number = self.model.compile_processes
+            found.append(f"model.compile_processes: got {number}, wanted model.compile=blocks with it")
         if self.model.cuda_graphs and self.train.accumulate > 1:
             # A replay writes its gradients where the last one did.
             found.append(f"train.accumulate: got {self.train.accumulate} with model.cuda_graphs, wanted 1")

@@ -27,7 +27,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
 from nearsight.errors import UserError, disk_full
-from nearsight.train import checkpoints, state
+from nearsight.train import ahead, checkpoints, state
 from nearsight.train.compilation import compile_blocks, compiling, dynamo_plugin, tell_unknown_options, uncompiled
 from nearsight.train.config import RunConfig, to_yaml
 from nearsight.train.data.batches import Where, seed_of
@@ -103,7 +103,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 
 @contextlib.contextmanager
-def _exactness(deterministic: bool) -> Iterator[None]:
+def exactness(deterministic: bool) -> Iterator[None]:
     """Deterministic algorithms, or the fastest ones; as before afterwards."""
     before = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
     if deterministic:
@@ -145,10 +145,12 @@ class Trainer:
         self.losses: list[float] = []
         self.early: list[str] = []
         self.resumed: checkpoints.Checkpoint | None = None
+        self.ahead = ahead.start(config, self.accelerator, self._note)
         seed_everything(config.train.seed)
-        self.task: Task = build_task(config, self.where, self._note)
-        self._build()
-        self._begin(resume, quiet)
+        with self.ahead.stopped_by_failures():
+            self.task: Task = build_task(config, self.where, self._note)
+            self._build()
+            self._begin(resume, quiet)
         for text in self.early:
             self.report.note(text)
 
@@ -354,7 +356,9 @@ class Trainer:
                 f"{self.run} has done its {self.end()} steps already; for more set schedule.epochs or train.max_steps"
             )
         try:
-            with _exactness(self.config.train.deterministic), self._signals(), compiling(self.config.model):
+            if self.place.step < self.end():
+                self.ahead.wait()
+            with exactness(self.config.train.deterministic), self._signals(), compiling(self.config.model):
                 while self.place.step < self.end():
                     start, first = time.perf_counter(), self.place.step
                     self.model.train()
@@ -380,6 +384,7 @@ class Trainer:
                 raise
             raise checkpoints.cannot_write(self.run, f"into {self.run}", error) from error
         finally:
+            self.ahead.stop()
             self.report.close()
 
     def _train_epoch(self) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = [
     "Where",
     "build_batches",
     "count_batches",
+    "example_images",
     "leave_signals_to_the_run",
     "make_loader",
     "plan",
@@ -140,6 +142,14 @@ def _places(images: Tensor) -> tuple[Tensor, Tensor]:
     """A row and a column of each image, anywhere."""
     row, column = (torch.randint(side, (len(images),), device=images.device) for side in images.shape[-2:])
     return row, column
+
+
+def example_images(data: DataConfig, channels_last: bool, device: torch.device) -> Tensor:
+    """A training batch's images but for their values, made as a batch is: sizes, strides and dtype are the same."""
+    plain: Any = SimpleNamespace(mean=[0.0] * data.channels, std=[1.0] * data.channels)
+    finish = _Finish(data, plain, Where(device), True, channels_last)
+    size = (data.batch_size, data.image_size, data.image_size, data.channels)
+    return finish(torch.empty(size, dtype=torch.uint8, device=device), None)
 
 
 class OnDeviceBatches:

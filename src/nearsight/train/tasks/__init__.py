@@ -39,7 +39,11 @@ class Facts(NamedTuple):
 
 
 class Task(Protocol):
-    """What the engine asks of a task; built by `TASK(config, where, note, evaluation_only=False)`."""
+    """What the engine asks of a task; built by `TASK(config, where, note, evaluation_only=False)`.
+
+    Where all training batches have one shape, a static `example(config, device)` gives what the network is given in a step,
+    but for its values; blocks are compiled ahead with it.
+    """
 
     config: Any
     model: nn.Module

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from nearsight.errors import NearsightError, UserError, nearest
 from nearsight.train.config import ModelConfig, RunConfig, Section, given
-from nearsight.train.data.batches import Batch, Where, build_batches
+from nearsight.train.data.batches import Batch, Where, build_batches, example_images
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
 from nearsight.train.data.sources import input_facts, open_source, sizes_without_data, split_source, training_images
@@ -165,6 +165,11 @@ class Classify:
                 return model.train()(pixels)
 
         return Facts(images, classes, model, forward, notes)
+
+    @staticmethod
+    def example(config: ClassifyConfig, device: torch.device) -> Tensor:
+        """What the network is given in a training step, but for its values."""
+        return example_images(config.data, config.model.channels_last, device)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nearsight.errors import UserError
 from nearsight.models.autoencoder import AutoEncoder
 from nearsight.train.config import ModelConfig, RunConfig, validate
-from nearsight.train.data.batches import Batch, Where, build_batches
+from nearsight.train.data.batches import Batch, Where, build_batches, example_images
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import LeftOut
 from nearsight.train.data.sources import (
@@ -152,6 +152,11 @@ class Reconstruct:
             pixels = torch.zeros(2, data.channels, data.image_size, data.image_size)
         _check_size(data.image_size, model)
         return Facts(images, None, model, lambda: model.train()(pixels), notes)
+
+    @staticmethod
+    def example(config: ReconstructConfig, device: torch.device) -> Tensor:
+        """What the network is given in a training step, but for its values."""
+        return example_images(config.data, config.model.channels_last, device)
 
     @staticmethod
     def network(card: dict[str, Any]) -> nn.Module:

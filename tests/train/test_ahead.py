@@ -1,0 +1,412 @@
+"""Blocks compiled ahead by processes: the run finds all of it, whatever happens to them it goes on, and none stays behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from nearsight.train import ahead, engine
+from nearsight.train.compilation import repeated_blocks
+from nearsight.train.config import RunConfig
+from nearsight.train.engine import Trainer, make_accelerator
+from nearsight.train.tasks import task_class
+from tests.train.support import small
+
+# Two kinds of blocks, since drop path differs.
+NETWORK = {
+    "name": "test_vit2",
+    "drop_path": 0.1,
+    "options": {"depth": 2, "embed_dim": 16, "num_heads": 2, "img_size": 8, "patch_size": 4},
+}
+
+
+def config_of(train: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **model: Any) -> RunConfig:
+    return small(
+        model={**NETWORK, "compile": "blocks", "compile_processes": 2, **model},
+        train={"max_steps": 2, "precision": "bf16", **(train or {})},
+        data={"batch_size": 16, **(data or {})},
+        log={"every": 1},
+        checkpoint={"every_steps": None},
+        ema={"decay": None},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The compiler's caches in a folder of their own, empty."""
+    move_caches(tmp_path / "caches", monkeypatch)
+    return tmp_path
+
+
+def move_caches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(root / "triton"))
+
+
+def trained(config: RunConfig, run: Path) -> tuple[list[float], dict[str, int], list[str]]:
+    """A run's losses, what the caches were asked, and what it told."""
+    torch._dynamo.reset()
+    counters.clear()
+    told: list[str] = []
+    trainer = Trainer(config, run, quiet=True)
+    trainer.report.note = told.append  # type: ignore[method-assign]
+    trainer.ahead.tell = told.append
+    losses = trainer.fit().losses
+    asked = {
+        name: n for group in ("aot_autograd", "inductor") for name, n in counters[group].items() if "cache" in name
+    }
+    return losses, asked, told
+
+
+def found_all(asked: dict[str, int], kinds: int) -> bool:
+    """Nothing but hits: a graph for each kind, and of each its forward and backward."""
+    return asked == {"autograd_cache_hit": kinds, "fxgraph_cache_hit": 2 * kinds}
+
+
+@pytest.fixture
+def _set_otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads and precision of products that a process does not have by itself: code depends on both."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+@pytest.mark.usefixtures("_set_otherwise")
+def test_a_run_finds_what_a_child_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One child does its share, the other nothing: of the two kinds the run finds one, and compiles one."""
+    command, idle = ahead._command, child("pass")
+    monkeypatch.setattr(ahead, "_command", lambda share, of: (command, idle)[share](share, of))
+    losses, asked, told = trained(config_of(), folder / "a")
+    assert asked.pop("autograd_cache_saved") == 1
+    assert asked == {
+        "autograd_cache_hit": 1,
+        "autograd_cache_miss": 1,
+        "fxgraph_cache_hit": 2,
+        "fxgraph_cache_miss": 2,
+    }
+    assert len(losses) == 2
+    assert len(told) == 2
+    assert told[0].startswith("model.compile_processes: waited ")
+    assert told[0].endswith(" s for 2 processes that compiled ahead")
+    # The mark: nothing is started for this network again, but for another one.
+    accelerator = make_accelerator(config_of())
+    marks = [ahead._mark(config_of(**keys), accelerator.device).exists() for keys in ({}, {"cuda_graphs": True})]
+    assert marks == [True, False]
+    monkeypatch.setattr(ahead, "_command", refuse)
+    assert ahead.start(config_of(), accelerator, told.append).children == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+@pytest.mark.parametrize(
+    ("kinds", "model"),
+    [
+        (2, {"channels_last": True}),
+        (4, {"name": "expatt_resnet_nano", "drop_path": None, "options": {}, "channels_last": True}),
+    ],
+)
+def test_a_run_is_the_same_with_children_and_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kinds: int, model: dict[str, Any]
+) -> None:
+    with_children, asked, _ = trained(config_of(**model), folder / "a")
+    assert found_all(asked, kinds), asked
+    move_caches(folder / "others", monkeypatch)
+    without, asked, told = trained(config_of(compile_processes=0, **model), folder / "b")
+    assert asked["fxgraph_cache_miss"] == 2 * kinds
+    assert len(told) == 1
+    assert with_children == without
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_run_on_a_gpu_finds_what_its_children_compiled(folder: Path, graphs: bool) -> None:
+    aa = {"name": "aa_resnet50_cifar", "drop_path": None, "options": {"stages": "caaa", "img_size": 32}}
+    config = config_of(
+        {"device": "auto", "max_steps": 6, "deterministic": False},
+        {"image_size": 32, "batch_size": 64},
+        **{**aa, "channels_last": True, "cuda_graphs": graphs, "compile_processes": 4},
+    )
+    _, asked, told = trained(config, folder / "a")
+    assert asked["fxgraph_cache_hit"] == 16, (asked, told)
+    assert "fxgraph_cache_miss" not in asked
+
+
+def refuse(*arguments: Any) -> Any:
+    raise AssertionError("nothing was to be started")
+
+
+@pytest.mark.parametrize(("precision", "channels_last"), [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize("augment", [{}, {"cutout": 0, "erase": 0.0}], ids=["holes", "whole"])
+@pytest.mark.parametrize(
+    ("name", "kinds", "blocks", "channels", "options"),
+    [
+        ("aa_resnet50_cifar", 8, 16, 3, {"stages": "caaa"}),
+        ("sasa_resnet_nano", 4, 4, 1, {}),
+        ("test_resnet", 4, 4, 1, {}),
+        ("test_vit2", 2, 2, 1, NETWORK["options"]),
+    ],
+)
+def test_the_calls_are_those_of_a_step(
+    name: str,
+    kinds: int,
+    blocks: int,
+    channels: int,
+    options: dict[str, Any],
+    augment: dict[str, Any],
+    precision: str,
+    channels_last: bool,
+    tmp_path: Path,
+) -> None:
+    """Fake tensors meet each block with the sizes, strides and dtypes of a batch of the run's own."""
+    drop_path = 0.1 if name == "test_vit2" else 0.0
+    model = {"name": name, "options": options, "channels_last": channels_last, "drop_path": drop_path}
+    config = config_of({"precision": precision}, {"channels": channels, "augment": augment}, **model)
+    accelerator = make_accelerator(config)
+    task = task_class("classify")
+    network = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
+    calls = ahead.first_of_each_kind(network, lambda: task.example(config, accelerator.device), accelerator)
+    assert len(calls) == kinds
+    assert len(repeated_blocks(network)) == blocks
+    real = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+    run = Trainer(plain, tmp_path, quiet=True)
+    seen: dict[int, Any] = {}
+    for number, block in enumerate(repeated_blocks(real)):
+        block.register_forward_pre_hook(lambda _, args, number=number: seen.__setitem__(number, list(map(facts, args))))
+    with accelerator.autocast():
+        real(next(run.task.train.epoch(0)).images)
+    for call in calls:
+        number = repeated_blocks(network).index(call.block)
+        assert list(map(facts, call.args)) == seen[number]
+        half = precision == "bf16" and name != "test_vit2"
+        assert call.args[0].dtype == (torch.bfloat16 if half else torch.float32)
+    assert layout(network) == layout(run.bare)
+    assert all(not block._forward_pre_hooks for block in repeated_blocks(network)), "they would be compiled too"
+
+
+def facts(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # A step along an axis of one element leads nowhere, and a layer that is not compiled may choose any.
+    strides = [step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    return (tuple(value.shape), strides, value.dtype, value.requires_grad, value.is_leaf)
+
+
+def layout(network: nn.Module) -> dict[str, Any]:
+    """What a compilation sees of the weights."""
+    return {
+        name: (t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in network.state_dict(keep_vars=True).items()
+    }
+
+
+def test_every_kind_is_in_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(ahead, "_step", lambda call, model, accelerator: done.append(repr(call.block)))
+    config = config_of(name="test_resnet", options={}, drop_path=0.0)
+    assert [ahead.compile_share(config, share, 3) for share in range(3)] == [2, 1, 1]
+    assert len(set(done)) == len(done) == 4
+
+
+def test_inputs_are_made_again_as_inside_a_network() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(2, 3, 5, 7, dtype=torch.bfloat16, requires_grad=True).permute(0, 2, 3, 1)
+    real = ahead._real(fake)
+    assert facts(real) == facts(fake)
+    assert not real.is_leaf
+    assert ahead._real(None) is None
+
+
+def child(code: str) -> Callable[[int, int], list[str]]:
+    return lambda share, of: [sys.executable, "-c", f"import sys, time; sys.stdin.readline(); {code}"]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own compilation left out: these tests look at its children."""
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_child_that_fails_is_told_and_the_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_command", child("raise ValueError('no room')"))
+    losses, _, told = trained(config_of(), folder / "a")
+    assert len(losses) == 2
+    assert told[0] == (
+        "model.compile_processes: 2 of 2 processes failed to compile ahead (ValueError: no room); "
+        "the run compiles for itself what they leave out"
+    )
+    plain, _, _ = trained(config_of(compile_processes=0), folder / "b")
+    assert losses == plain, "nor does it draw other numbers"
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_python_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_command", lambda share, of: ["/no/such/python"])
+    told: list[str] = []
+    children = ahead.start(config_of(), make_accelerator(config_of()), told.append)
+    children.wait()
+    assert len(told) == 1
+    assert told[0].startswith("model.compile_processes: cannot start processes ([Errno 2] ")
+
+
+def test_children_belong_to_no_group_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's variables would have them wait for each other at its address."""
+    for name in ahead.LAUNCHER:
+        monkeypatch.setenv(name, "0")
+    told: list[str] = []
+    command = child("import os; raise ValueError(sorted({'RANK', 'WORLD_SIZE', 'MASTER_PORT'} & os.environ.keys()))")(
+        0, 1
+    )
+    ahead.Ahead([command], "request", None, told.append).wait()
+    assert told[0].startswith("model.compile_processes: 1 of 1 process failed to compile ahead (ValueError: []); ")
+
+
+def test_tritons_folder_is_the_one_inductor_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    ahead._settle_triton(torch.device("cuda"))
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder / "caches" / "triton"), "the user's own"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    ahead._settle_triton(torch.device("cpu"))
+    assert "TRITON_CACHE_DIR" not in os.environ
+    ahead._settle_triton(torch.device("cuda"))
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder / "caches" / "inductor" / "triton" / "1")
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_child_that_hangs_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PATIENCE", 0.2)
+    monkeypatch.setattr(ahead, "_command", child("time.sleep(100)"))
+    told: list[str] = []
+    started = ahead.start(config_of(), make_accelerator(config_of()), told.append)
+    started.wait()
+    assert "2 of 2 processes failed to compile ahead (not done after 0 s)" in told[0]
+    assert all(each.returncode == -signal.SIGKILL for each in started.children)
+
+
+@pytest.mark.parametrize("moment", ["built", "waited for"])
+@pytest.mark.usefixtures("eager")
+def test_ctrl_c_leaves_no_child_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    started: list[Any] = []
+    plain = ahead.start
+
+    def start(*arguments: Any) -> Any:
+        started.append(plain(*arguments))
+        return started[-1]
+
+    def interrupt(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "_command", child("time.sleep(100)"))
+    monkeypatch.setattr(ahead, "start", start)
+    if moment == "built":
+        monkeypatch.setattr(engine, "build_task", interrupt)
+    else:
+        monkeypatch.setattr(ahead.Ahead, "_fault", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(config_of(), folder / "a", quiet=True).fit()
+    assert len(started[0].children) == 2
+    assert all(each.returncode == -signal.SIGKILL for each in started[0].children)
+    assert not ahead._mark(config_of(), torch.device("cpu")).exists()
+
+
+def test_a_child_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, threading, os; from nearsight.train import ahead; sys.stdin.readline(); "
+        "threading.Thread(target=ahead._end_with_the_run, daemon=True).start(); "
+        f"open({str(tmp_path / 'pid')!r} + '.part', 'w').write(str(os.getpid())); "
+        f"os.rename({str(tmp_path / 'pid')!r} + '.part', {str(tmp_path / 'pid')!r}); time.sleep(100)"
+    )
+    run = (
+        "import sys, time; from nearsight.train import ahead; "
+        f"kept = ahead.Ahead([[sys.executable, '-c', {code!r}]], 'request', None, print); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", run])
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists())
+    finally:
+        parent.kill()
+        parent.wait()
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not alive(pid))
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Nobody may have asked how it ended.
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_where_it_would_gain_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_command", refuse)
+    told: list[str] = []
+    alone = make_accelerator(config_of())
+
+    def started(config: RunConfig, accelerator: Any = alone) -> Any:
+        return ahead.start(config, accelerator, told.append).children
+
+    for config in (
+        config_of(compile=False, compile_processes=None),
+        config_of(compile=True, compile_processes=None),
+        config_of(compile_processes=0),
+        config_of(compile_processes=None),  # on a CPU, which compiles with all its cores
+    ):
+        assert started(config) == []
+    assert told == []
+    several = SimpleNamespace(device=alone.device, state=alone.state, distributed_type=DistributedType.MULTI_CPU)
+    started(config_of(), several)
+    started(config_of(compile_processes=None), several)
+    sharded = SimpleNamespace(fsdp_plugin=object())
+    started(config_of(), SimpleNamespace(device=alone.device, state=sharded, distributed_type=DistributedType.NO))
+    assert told == ["model.compile_processes: nothing is compiled ahead, which is for one training process"] * 2
+    told.clear()
+    started(config_of(compile_options={"fx_graph_cache": False}))
+    started(config_of(compile_options={"force_disable_caches": True}))
+    assert (
+        told == ["model.compile_processes: nothing is compiled ahead, since the compiler's caches are switched off"] * 2
+    )
+    told.clear()
+    monkeypatch.delattr(task_class("classify"), "example")
+    started(config_of())
+    assert told == [
+        "model.compile_processes: nothing is compiled ahead, since task classify has no batches of one shape"
+    ]
+
+
+@pytest.mark.parametrize(("cores", "free", "count"), [(16, 139, 8), (8, 139, 4), (7, 139, 0), (64, 20, 2), (16, 7, 0)])
+def test_as_many_as_there_is_room_for(cores: int, free: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 140 << 30))
+    assert ahead._fitting(torch.device("cuda")) == count
+    assert ahead._fitting(torch.device("cpu")) == 0
