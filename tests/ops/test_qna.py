@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError, BackendError
 from nearsight.ops import backends, qna, qna_weights
-from nearsight.ops.qna import export_form, planes, sums
+from nearsight.ops.qna import export_form, planes, sums, torch_impl
 from nearsight.ops.qna.call import prepare
 from nearsight.ops.qna.sums import Sums
 from tests.support.accuracy import assert_by_error_rule
@@ -431,6 +432,32 @@ def test_registered_operators_are_sound():
     given = [t.requires_grad_() for t in inputs(2, 4, 5, (3, 2)).values()]
     arguments = (*given, some_mask(2, 4, 5), [3, 2], [1, 2], True)
     torch.library.opcheck(torch.ops.nearsight.qna_planes.default, arguments)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scores", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [(3, 3), (3, 2)], ids=str)
+def test_results_lie_as_compiled_code_is_told(window, scores, values, tables, stride):
+    """Its fake kernels say where; `opcheck` does not look at gradients."""
+    sizes = inputs(2, 5, 9, window, heads=6, tables=tables)
+    sizes["scores"], sizes["values"] = sizes["scores"].to(scores), sizes["values"].to(values)
+    arguments = (*sizes.values(), None, list(window), [stride, stride], False)
+
+    def promised(op, *given):
+        with FakeTensorMode() as mode:
+            return op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given))
+
+    out = torch_impl.qna_planes(*arguments)
+    upstream = torch.randn_like(out)
+    found = (out, *torch_impl.qna_planes_backward(upstream, *arguments))
+    told = (
+        promised(torch_impl.qna_planes, *arguments),
+        *promised(torch_impl.qna_planes_backward, upstream, *arguments),
+    )
+    for got, want in zip(found, told, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
 
 
 @pytest.mark.parametrize("combine", ["sum", "stack"])

@@ -83,10 +83,15 @@ def qna_planes_backward(
         else:
             found = aggregate_backward(Pieces(*arguments, _math(scores, values)), grad, scores, values)
     tables = [
-        values.new_empty(0) if table is None or gradient is None else gradient.reshape(table.shape).to(table.dtype)
+        scores.new_empty(0) if table is None or gradient is None else _as_promised(gradient, table)
         for table, gradient in zip(inputs[2:], found[2:], strict=True)
     ]
     return found.scores, found.values, *tables  # type: ignore[return-value]
+
+
+def _as_promised(gradient: Tensor, table: Tensor) -> Tensor:
+    """Dense, as the fake kernel says: compiled code reads it so."""
+    return gradient.reshape(table.shape).to(table.dtype).contiguous()
 
 
 def empty_output(scores: Tensor, values: Tensor, stride: list[int], stack: bool) -> Tensor:
