@@ -1,7 +1,15 @@
 """What every test shares."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+
+# What Inductor compiled for a processor with other vector instructions it takes for its own, and crashes.
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"nearsight-inductor-{CAPABILITY}")))
 
 
 @pytest.fixture(autouse=True)

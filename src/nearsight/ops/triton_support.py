@@ -189,12 +189,31 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Products and sums are one step, which versions of Triton may or may not do unasked.
     """
     constants = {"enable_fp_fusion": True, **constants}
+    if not INTERPRETED:
+        _settle_keys(kernel.__module__)
     waiting = _waiting.get()
     if waiting is None:
         launching.launch(kernel, grid, arguments, constants)
     else:
         compilation = functools.partial(kernel.warmup, *arguments, grid=grid, **constants)
         waiting.append(_Kernel(len(kernel.src), compilation))
+
+
+@functools.cache
+def _settle_keys(module: str) -> None:
+    """Give every function of a module of kernels its key in Triton's cache on disk, those that it imports first.
+
+    Up to Triton 3.6 a kernel's key depends on which of the functions that it calls have theirs already. Kernels that one process
+    asked for in one order, forward and gradients, another did not find that began with the forward alone.
+    """
+    from triton.runtime.jit import JITFunction
+
+    functions = [each for each in vars(sys.modules[module]).values() if isinstance(each, JITFunction)]
+    for other in sorted({each.fn.__module__ for each in functions} - {module}):
+        if not other.startswith("triton."):
+            _settle_keys(other)
+    for each in sorted(functions, key=lambda each: each.starting_line_number):
+        each.cache_key  # noqa: B018, the property keeps it
 
 
 def compile_together(key: Hashable, launches: Callable[[], None]) -> None:

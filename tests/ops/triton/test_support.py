@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import subprocess
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +62,11 @@ def common_refusal_interpreted(tensor):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_support, "INTERPRETED", True)
         return common_refusal(tensor)
+
+
+def kernel_like(**given):
+    """What `launch` asks of a kernel."""
+    return types.SimpleNamespace(__module__=__name__, **given)
 
 
 def stand_in(stride, device="cpu"):
@@ -127,7 +134,7 @@ def test_a_launcher_is_made_while_its_kernel_is_compiled(monkeypatch, kind, make
 def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
     """A search walks all objects that torch has, several times in a first call."""
     during, before = [], gc.isenabled()
-    kernel = types.SimpleNamespace(src="", warmup=lambda grid, **_: during.append(gc.isenabled()))
+    kernel = kernel_like(src="", warmup=lambda grid, **_: during.append(gc.isenabled()))
     (gc.enable if collects else gc.disable)()
     try:
         triton_support.compile_together("nothing", lambda: triton_support.launch(kernel, (1,)))
@@ -139,7 +146,7 @@ def test_no_garbage_is_collected_while_kernels_compile(driver, collects):
 
 def test_nothing_is_compiled_beforehand_while_a_graph_is_captured(driver, monkeypatch):
     order = []
-    kernel = types.SimpleNamespace(src="", warmup=lambda grid, **_: order.append(grid))
+    kernel = kernel_like(src="", warmup=lambda grid, **_: order.append(grid))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     triton_support.compile_together("later", lambda: triton_support.launch(kernel, (1,)))
     assert order == []
@@ -160,7 +167,7 @@ def test_what_only_the_threads_got_wrong_is_mended(driver, monkeypatch):
             self.failed = True
             return super().__exit__(*error)
 
-    kernels = {name: types.SimpleNamespace(src="x" * size, warmup=warmup) for name, size in (("a", 3), ("c", 2))}
+    kernels = {name: kernel_like(src="x" * size, warmup=warmup) for name, size in (("a", 3), ("c", 2))}
     monkeypatch.setattr(triton_support, "_Loader", Failed)
     triton_support.compile_together(
         "two", lambda: [triton_support.launch(kernel, (1,), name) for name, kernel in kernels.items()]
@@ -184,7 +191,7 @@ def test_the_longest_kernel_is_compiled_first(driver):
 
     def launches():
         for length in (3, 5, 1):
-            kernel = types.SimpleNamespace(src="x" * length, warmup=lambda n, grid, **_: order.append((n, grid)))
+            kernel = kernel_like(src="x" * length, warmup=lambda n, grid, **_: order.append((n, grid)))
             triton_support.launch(kernel, (length,), length)
 
     triton_support.compile_together("three", launches)
@@ -194,7 +201,7 @@ def test_the_longest_kernel_is_compiled_first(driver):
 def test_products_and_sums_are_one_step(driver, monkeypatch):
     """Said to every launch and compilation: what Triton does unasked changes with its version."""
     given = []
-    kernel = types.SimpleNamespace(src="", warmup=lambda grid, **options: given.append(options))
+    kernel = kernel_like(src="", warmup=lambda grid, **options: given.append(options))
     triton_support.compile_together("one step", lambda: triton_support.launch(kernel, (1,), num_warps=2))
     monkeypatch.setattr(launching, "launch", lambda kernel, grid, arguments, constants: given.append(constants))
     triton_support.launch(kernel, (1,), num_warps=2)
@@ -242,3 +249,41 @@ def test_kernels_start_early_where_the_gpu_can(monkeypatch, device, capability, 
     monkeypatch.setattr(triton_support, "_capability", lambda index: capability)
     wanted = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     assert triton_support.early_launch(torch.device(device)) == wanted
+
+
+KEYS = """
+import importlib, sys
+from triton.runtime.jit import DependenciesFinder, JITFunction
+from nearsight.ops import triton_support
+
+late, update = set(), DependenciesFinder._update_hash
+
+def note(finder, called):
+    if called.hash is None and not called.fn.__module__.startswith("triton."):
+        late.add(f"{finder.name} asked for the key of {called.fn.__name__}")
+    return update(finder, called)
+
+DependenciesFinder._update_hash = note
+modules = [importlib.import_module(name) for name in sys.argv[2:]]
+if sys.argv[1] == "settled":
+    for name in reversed(sys.argv[2:]):
+        triton_support._settle_keys(name)
+for module in modules:
+    for each in reversed(list(vars(module).values())):
+        if isinstance(each, JITFunction):
+            each.cache_key
+print(len(late), *sorted(late), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_a_kernel_calls_has_its_key_before_it(settled):
+    """Else a kernel's key in the cache on disk depends, up to Triton 3.6, on which kernels a process asked for before."""
+    pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
+    root = Path(triton_support.__file__).parent
+    files = sorted(file.relative_to(root).with_suffix("") for file in root.rglob("*kernels.py"))
+    names = [".".join(("nearsight", "ops", *file.parts)) for file in files]
+    assert len(names) > 10
+    command = [sys.executable, "-c", KEYS, "settled" if settled else "unsettled", *names]
+    late, *which = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert (int(late) == 0) == settled, which

@@ -206,6 +206,12 @@ DEPTH_8_BFLOAT16, DEPTH_8_FLOAT16 = _of_depth_8("bf16"), _of_depth_8("f16")
 
 
 @gluon.jit
+def beside(a, b, LAYOUT: gl.constexpr):
+    """[16, 8] and [16, 8] → [16, 16]."""
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [16, 16]), LAYOUT)
+
+
+@gluon.jit
 def product_by_halves(left, right, start0, start1, D: gl.constexpr):
     """Of 16 queries and 16 pixels (or taps), their channels side by side: [16, D]·[16, D]ᵀ as its columns 0–7 and 8–15, added
     to what they start from. `left` and `right` as `left_of` and `right_of` load them.
@@ -291,12 +297,6 @@ def table_operand(
         c = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
         s = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
     return both_tables(row_ptr, col_ptr, row_head, col_head, h0, c, s, KH, KW, D, DTYPE)
-
-
-@gluon.jit
-def beside(a, b, LAYOUT: gl.constexpr):
-    """[16, 8] and [16, 8] → [16, 16]."""
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [16, 16]), LAYOUT)
 
 
 @gluon.jit

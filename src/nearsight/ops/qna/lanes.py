@@ -67,6 +67,11 @@ def fetch(pointers):
 
 
 @triton.jit
+def clamp(i, size):
+    return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit
 def fetch_pixels(
     scores, values, y, xc, h, H, HEADS, ss_y, ss_x, vs_y, vs_x, ROWS: tl.constexpr, L: tl.constexpr, D: tl.constexpr
 ):
@@ -108,11 +113,6 @@ def filled(n: tl.constexpr, x):
     for _ in tl.static_range(n):
         t = t + (x,)
     return t
-
-
-@triton.jit
-def clamp(i, size):
-    return tl.minimum(tl.maximum(i, 0), size - 1)
 
 
 @triton.jit
