@@ -75,18 +75,22 @@ def run_with_stages(model, x):
     return {"logits": logits, **stages}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_authors_network_after_conversion(tmp_path, dtype):
-    """Within 5e-6 of the released code's own float32 numbers, logits and every stage (activations reach 9)."""
+def test_the_authors_network_after_conversion(tmp_path):
+    """Logits and every stage, whose activations reach 9: the released code's float32 numbers are within 5e-6 of ours in float64,
+    and ours in float32, whose last digits depend on the processor, at most twice as far from those."""
     out = tmp_path / "micro.safetensors"
     convert(PARAMETERS, "qna_vit_test_micro", out, num_classes=10)
-    model = timm.create_model("qna_vit_test_micro", checkpoint_path=str(out)).eval().to(dtype)
+    model = timm.create_model("qna_vit_test_micro", checkpoint_path=str(out)).eval()
     theirs = their_outputs()
-    ours = run_with_stages(model, theirs.pop("x").to(dtype))
-    assert ours.keys() == theirs.keys()
+    x = theirs.pop("x")
+    ours = run_with_stages(model, x)
+    truth = run_with_stages(model.double(), x.double())
+    assert ours.keys() == truth.keys() == theirs.keys()
     for name, want in theirs.items():
-        difference = (ours[name] - want).abs().max().item()
-        assert difference <= 5e-6, f"{name}: {difference:.2e}"
+        their_error = (want - truth[name]).abs().max().item()
+        our_error = (ours[name] - truth[name]).abs().max().item()
+        assert their_error <= 5e-6, f"{name}: {their_error:.2e}"
+        assert our_error <= 2 * their_error, f"{name}: {our_error:.2e}, theirs {their_error:.2e}"
 
 
 def test_every_source_is_used_once_and_every_target_filled():
