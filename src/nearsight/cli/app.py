@@ -29,6 +29,7 @@ VERBS: tuple[str, ...] = (
     "eval",
     "predict",
     "push",
+    "export",
     "maps",
     "explore",
     "models",

@@ -17,11 +17,12 @@ __all__ = ["BUILT_IN", "Opened", "open_network", "open_picture", "shown"]
 # scikit-learn's photographs.
 BUILT_IN = ("flower", "china")
 TEST = "test:"
+PREPARATION = ("crop_pct", "interpolation")
 HUBS = ("local-dir:", "hf-hub:", "hf_hub:")
 
 
 class Opened(NamedTuple):
-    """A network in evaluation mode, and how an image gets into it.
+    """A network in evaluation mode, and how an image gets into it: `size` (rows, columns), `preparation` (crop, interpolation).
 
     `prepare` makes [C, H, W] of an image; mean and std undo its last step for drawing; `test` reads an image of the
     network's own evaluation split; `classes` are its labels, `trained` is False for weights nobody trained.
@@ -36,6 +37,9 @@ class Opened(NamedTuple):
     trained: bool
     test: Callable[[int], Image] | None
     channels: int
+    size: tuple[int, int]
+    preparation: dict[str, Any]
+    task: str
 
 
 def open_network(text: str) -> Opened:
@@ -57,7 +61,7 @@ def _trained(text: str) -> Opened:
     if "image_size" not in facts or "mean" not in facts:
         raise UserError(
             f"{text}: got a checkpoint of task {network.task!r}, wanted one whose network takes single images of one size: "
-            f"task classify."
+            f"task classify or reconstruct."
         )
 
     def test(number: int) -> Image:
@@ -83,6 +87,9 @@ def _trained(text: str) -> Opened:
         True,
         test,
         facts["channels"],
+        (facts["image_size"], facts["image_size"]),
+        {key: facts[key] for key in PREPARATION},
+        network.task,
     )
 
 
@@ -106,6 +113,7 @@ def _by_name(name: str) -> Opened:
     from timm.data.transforms_factory import create_transform
 
     from nearsight import weights
+    from nearsight.models.autoencoder import AutoEncoder
 
     known = name.startswith(HUBS)
     if not known and not _has_name(name):
@@ -126,6 +134,9 @@ def _by_name(name: str) -> Opened:
         known,
         None,
         config["input_size"][0],
+        config["input_size"][1:],
+        {key: config[key] for key in PREPARATION},
+        "reconstruct" if isinstance(model, AutoEncoder) else "classify",
     )
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError
 from nearsight.ops.checks import check_key_mask, shape_text
+from nearsight.ops.dispatch import exporting
 
 __all__ = [
     "avg_pool_valid",
@@ -20,6 +21,7 @@ __all__ = [
     "from_heads",
     "from_rows",
     "pool_mask",
+    "settled",
     "short_pair",
     "split_heads",
     "to_channels_last",
@@ -28,6 +30,14 @@ __all__ = [
     "typed_arguments",
     "zero_masked",
 ]
+
+
+def settled(x: Tensor) -> Tensor:
+    """What comes out of `scaled_dot_product_attention`, its axes moved: in an exported graph a copy.
+
+    Its strides are those of the kernel that this machine would take; a view of it may be none of what another program computes.
+    """
+    return x.clone(memory_format=torch.contiguous_format) if exporting() else x
 
 
 def check_map(layer: str, x: Any, channels: int, key_mask: Tensor | None = None) -> None:

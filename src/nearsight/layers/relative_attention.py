@@ -14,6 +14,7 @@ from nearsight.layers.common import (
     check_divisible,
     check_map,
     check_stride,
+    settled,
     split_heads,
     to_channels_last,
     to_nchw,
@@ -111,7 +112,7 @@ class RelativeAttention2d(nn.Module):
             y = self._attend_fused(packed, key_mask)
         else:
             pixels = x.shape[2] * x.shape[3]
-            by_rows = x.device.type == "cpu" and pixels >= LARGE and not exporting()
+            by_rows = x.device.type == "cpu" and not exporting() and pixels >= LARGE
             y = (self._attend_by_rows if by_rows else self._attend)(*self._split(packed), key_mask)
         y = y.flatten(3)
         if self.stride == 2:
@@ -131,19 +132,22 @@ class RelativeAttention2d(nn.Module):
         keys = torch.cat([p.expand(*k.shape[:4], -1) for p in parts_k], dim=-1).permute(0, 3, 1, 2, 4)
         # One width for all three, a multiple of 8: what fused kernels ask for.
         wide = torch.cat(parts_q, dim=-1)
-        size = max(wide.shape[-1], v.shape[-1])
+        # Which is wider is no question for an exported graph, which holds for every size.
+        size = wide.shape[-1] + v.shape[-1] if exporting() else max(wide.shape[-1], v.shape[-1])
         size = (size + 7) // 8 * 8
         wide, keys, values = (
             F.pad(t, (0, size - t.shape[-1])).flatten(2, 3) for t in (wide, keys, v.permute(0, 3, 1, 2, 4))
         )
         y = F.scaled_dot_product_attention(wide, keys, values, scale=1.0)[..., : v.shape[-1]]
-        return y.permute(0, 2, 1, 3).unflatten(1, (height, width))
+        return settled(y.permute(0, 2, 1, 3)).unflatten(1, (height, width))
 
     def _attend_by_rows(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """The same on maps for which the position logits, H + W of them per query, are wide."""
         return attend_by_rows(q, k, v, *self._tables(*q.shape[1:3]), key_mask)
 
     def _fused(self, packed: Tensor) -> bool:
+        if exporting():  # an exported graph holds for every size: it must not ask for this one's
+            return False
         height, width = packed.shape[1:3]
         # Asked first: a refusal's sentence names the size, and a compiled graph would hold for that size alone.
         if height * width < SMALLEST or max(height, width) > triton_impl.longest_side(packed, self.head_dim):

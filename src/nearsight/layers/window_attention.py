@@ -13,12 +13,15 @@ from nearsight.layers.common import (
     check_channels,
     check_divisible,
     check_map,
+    settled,
     short_pair,
     to_channels_last,
     to_nchw,
     typed_arguments,
 )
+from nearsight.ops.block.partition import count_blocks
 from nearsight.ops.checks import check_choice, check_pair
+from nearsight.ops.dispatch import always, exporting
 
 __all__ = ["WindowAttention2d"]
 
@@ -100,7 +103,7 @@ class WindowAttention2d(nn.Module):
         check_map(LAYER, x, self.in_channels, key_mask)
         height, width = x.shape[2:]
         kh, kw = self.kernel_size
-        rows, columns = (height + -height % kh) // kh, (width + -width % kw) // kw
+        rows, columns = self._windows(x)
         q, k, v, valid = self._project(x, key_mask)
         bias = self.position_table()
         bias = None if bias is None else bias.to(q.dtype)
@@ -110,9 +113,12 @@ class WindowAttention2d(nn.Module):
             y = y.unflatten(0, (x.shape[0], rows * columns))
         else:
             y = self._masked(q, k, v, bias, valid)
-        y = self.proj(y.transpose(2, 3).flatten(3))
+        y = self.proj(settled(y.transpose(2, 3)).flatten(3))
         y = y.unflatten(2, (kh, kw)).unflatten(1, (rows, columns)).transpose(2, 3)
-        return to_nchw(y.flatten(3, 4).flatten(1, 2)[:, :height, :width])
+        y = y.flatten(3, 4).flatten(1, 2)
+        if exporting():  # a fresh tensor: strides of a slice would tie the graph to this size
+            y = F.pad(y, [0, 0, 0, width - columns * kw, 0, height - rows * kh])
+        return to_nchw(y[:, :height, :width])
 
     def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
         """The softmax weights [B, rows of windows, windows per row, heads, kh·kw (from), kh·kw (to)], for pictures.
@@ -131,14 +137,20 @@ class WindowAttention2d(nn.Module):
         else:
             unseen = ~valid[:, :, None, None]
             weights = logits.masked_fill(unseen, torch.finfo(wide).min).softmax(-1).masked_fill(unseen, 0.0)
-        return weights.unflatten(1, (-(-x.shape[2] // self.kernel_size[0]), -(-x.shape[3] // self.kernel_size[1])))
+        return weights.unflatten(1, self._windows(x))
+
+    def _windows(self, x: Tensor) -> tuple[int, int]:
+        """Rows of windows that cover a map [B, C, H, W], and windows per row."""
+        rows, columns = (count_blocks(*pair) for pair in zip(x.shape[2:], self.kernel_size, strict=True))
+        return rows, columns
 
     def _project(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v [B, windows, heads, N, D] of the padded map, and which pixels may be attended, [B or 1, windows, N]."""
         height, width = x.shape[2:]
-        bottom, right = -height % self.kernel_size[0], -width % self.kernel_size[1]
+        rows, columns = self._windows(x)
+        bottom, right = rows * self.kernel_size[0] - height, columns * self.kernel_size[1] - width
         pixels = to_channels_last(x)
-        if bottom or right:
+        if not (always(bottom == 0) and always(right == 0)):
             if key_mask is None:
                 key_mask = torch.ones(1, height, width, dtype=torch.bool, device=x.device)
             key_mask = F.pad(key_mask, [0, right, 0, bottom])
@@ -157,10 +169,10 @@ class WindowAttention2d(nn.Module):
         mask = logits.masked_fill(~(keys | ~some), float("-inf"))
         mask = mask.expand(-1, -1, q.shape[2], q.shape[3], -1)
         # Windows beside the heads, not the images: a mask made of padding alone is the same for every image.
-        count = q.shape[1]
+        windows, heads = q.shape[1:3]
         q, k, v = (t.flatten(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.flatten(1, 2))
-        return y.unflatten(1, (count, -1)).masked_fill(~some, 0.0)
+        return y.unflatten(1, (windows, heads)).masked_fill(~some, 0.0)
 
     def extra_repr(self) -> str:
         """The arguments as they would be typed, defaults of the options left out."""

@@ -16,6 +16,7 @@ __all__ = [
     "Backend",
     "BackendReport",
     "OpEntry",
+    "always",
     "autocast_dtype",
     "backends",
     "exporting",
@@ -148,6 +149,15 @@ def exporting() -> bool:
     The flag behind `torch.compiler.is_exporting()`: torch 2.11's `torch.compile` answers that question with True.
     """
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+def always(true: bool | torch.SymBool) -> bool:
+    """Whether something about sizes may be relied on: it is true, and in an exported graph true of every size it will meet."""
+    if exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second
+
+        return statically_known_true(true)
+    return bool(true)
 
 
 # Asked once: torch.compile of torch 2.11 cannot trace the question.

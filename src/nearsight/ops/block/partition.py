@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nearsight.ops.dispatch import exporting
+from nearsight.ops.dispatch import always, exporting
 
 __all__ = ["count_blocks", "from_blocks", "to_blocks", "valid_places"]
 
@@ -43,8 +43,7 @@ def from_blocks(blocks: Tensor, batch: int, height: int, width: int, block: int)
 def valid_places(x: Tensor, key_mask: Tensor | None, block: int) -> Tensor | None:
     """Which places of [B, H, W, C] may be attended, [B·blocks, block²], or None when all may."""
     batch, height, width = x.shape[:3]
-    # An exported graph holds for every size, so it must not ask whether this one divides.
-    whole = not exporting() and height % block == 0 and width % block == 0
+    whole = always(height % block == 0) and always(width % block == 0)
     if key_mask is None and whole:
         return None
     if key_mask is None:

@@ -38,8 +38,9 @@ def math_dtype(call: QnACall) -> torch.dtype:
 
 def output_size(call: QnACall) -> tuple[int, int]:
     """(⌈H/stride⌉, ⌈W/stride⌉)."""
-    height, width = call.values.shape[1:3]
-    return -(-height // call.stride[0]), -(-width // call.stride[1])
+    # Not as −(−H // s): ONNX divides towards zero.
+    rows, columns = ((size + step - 1) // step for size, step in zip(call.values.shape[1:3], call.stride, strict=True))
+    return rows, columns
 
 
 def prepare(
