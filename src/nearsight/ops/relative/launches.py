@@ -270,7 +270,7 @@ def attend(call: RelativeCall, tile: QueryTile | None = None) -> tuple[Tensor, T
 def empty_outputs(packed: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
     batch, n, channels = packed.shape
     out = torch.empty((batch, n, channels - 2 * heads * dim), dtype=packed.dtype, device=packed.device)
-    # In float32 two numbers a query: the kernels' `_load_lse`.
+    # In float32 two numbers a query: `_load_lse` of the backward.
     numbers = 2 * n if packed.dtype == torch.float32 else n
     return out, torch.empty((batch, heads, numbers), dtype=torch.float32, device=packed.device)
 
@@ -291,7 +291,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `packed` and, in float32, of the tables with one head each, by row of the query and of the key and then
     by column of both: [heads, H·H + W·W, D]."""
-    from nearsight.ops.relative import kernels
+    from nearsight.ops.relative import gradient_kernels
 
     batch, n, channels = call.packed.shape
     device = call.packed.device
@@ -310,7 +310,7 @@ def gradients(
     delta = _numbers(call, n)
     inputs = (*call.views(call.packed), by_row, by_col, call.mask, grad)
     launch(
-        kernels.query_gradients,
+        gradient_kernels.query_gradients,
         (batch * call.heads * tiles,),
         *(*inputs, out, lse, dq, of_row, of_col, delta, *call.strides()),
         *(*call.sizes(), tiles, call.unit),
@@ -326,7 +326,7 @@ def gradients(
     across = -(-call.width // columns)
     tiles = across * -(-call.height // rows)
     launch(
-        kernels.key_gradients,
+        gradient_kernels.key_gradients,
         (batch * call.heads * tiles,),
         *(*inputs, lse, delta, dk, dv, *call.strides()),
         *(*call.sizes(), tiles, across, call.unit, call.scale),
@@ -346,7 +346,7 @@ def gradients(
     for of_rows, table in call.tables():
         grid, span, constants = call.along_batch(of_rows)
         launch(
-            kernels.position_gradients,
+            gradient_kernels.position_gradients,
             grid,
             *(inputs[0], table, of_row if of_rows else of_col, dq, shares, *call.strides(), per_head(table)),
             *(batch, *call.sizes(), span, call.scale),
