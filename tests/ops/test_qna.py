@@ -524,6 +524,28 @@ def test_runs_are_bitwise_the_same():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+def test_the_processs_defaults_do_not_matter():
+    """Neither a default dtype of a half type nor a default device that is not the call's."""
+    given = [t.requires_grad_() for t in inputs(2, 5, 7, (3, 3), spread=1.0).values()]
+    bare = inputs(2, 5, 7, (3, 3), spread=1.0, tables=False)
+
+    def results():
+        out = on("torch", window=3)(*given)
+        return out, *torch.autograd.grad(out.sum(), given), on("torch", window=3)(**bare)
+
+    wanted = results()
+    sums._kept_bags.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        found = results()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_empty_batch_and_strided_inputs():
     given = {n: t.requires_grad_() for n, t in inputs(0, 5, 6, (3, 3)).items()}
     out = on("torch", window=3, stride=2)(**given)

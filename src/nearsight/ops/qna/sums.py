@@ -51,13 +51,15 @@ class Sums:
         largest = scores.amax(1, keepdim=True).amax(2, keepdim=True)
         self.raised = (scores - largest).exp_().flatten(3)
         # [L·heads, 1, kh, kw]
-        self.bias = torch.ones(queries * heads, 1, *window) if position_bias is None else self._kernel(position_bias)
-        if position_bias is not None:
-            self.bias = (self.bias - self.bias.amax((1, 2, 3), keepdim=True)).exp_()
+        if position_bias is None:
+            self.bias = scores.new_ones(queries * heads, 1, *window)
+        else:
+            kernel = self._kernel(position_bias)
+            self.bias = (kernel - kernel.amax((1, 2, 3), keepdim=True)).exp_()
         self.scale = None if tap_scale is None else self._kernel(tap_scale)
         self.total = self._sum(self.raised, self.bias)
         self.values = values.float().reshape(batch, -1, heads, self.dim)
-        self.one_head = torch.ones(self.dim)
+        self.one_head = scores.new_ones(self.dim)
 
     @classmethod
     def of(
@@ -151,7 +153,7 @@ class Sums:
         kernel, inverse, bags = self._kernels(), self.total.reciprocal(), self._bags()
         raised_last = self._queries_last(self.raised)
         of_raised, of_total = torch.empty_like(self.raised), torch.empty_like(self.total)
-        of_kernel, of_values = torch.zeros_like(kernel), torch.empty(values.shape)
+        of_kernel, of_values = torch.zeros_like(kernel), kernel.new_empty(values.shape)
         for group in self._groups():
             product = self._maps(bags.copied(self.values[group], self.raised[group]), self.raised.shape)
             summed = self._rows(self._sum(product, kernel))
@@ -191,7 +193,7 @@ class _Bags:
 
     def __init__(self, pixels: int, queries: int, heads: int) -> None:
         self.queries, self.heads = queries, heads
-        row = torch.arange(pixels * queries * heads + 1, dtype=torch.int32)
+        row = torch.arange(pixels * queries * heads + 1, dtype=torch.int32, device="cpu")
         self.ends, self.ends_mixed = row, row[: pixels * heads + 1] * queries
         by_query = row[:-1].view(pixels, queries, heads)
         self.own = row[:-1]
