@@ -558,6 +558,24 @@ def test_empty_batch_and_strided_inputs():
     assert torch.equal(on("torch", window=3)(**views), on("torch", window=3)(**full))
 
 
+@pytest.mark.parametrize("spread", [1.0, 30.0], ids=["as sums", "as planes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_maps_may_lie_channels_first(dtype, spread):
+    """Scores and values of a convolution."""
+    full = inputs(2, 5, 6, (3, 3), dtype=dtype, spread=spread)
+
+    def results(**maps):
+        given = [t.detach().requires_grad_() for t in {**full, **maps}.values()]
+        out = on("torch", window=3)(*given)
+        return out, *torch.autograd.grad(out.sum(), given)
+
+    apart = {
+        name: full[name].movedim((3, 4), (1, 2)).contiguous().movedim((1, 2), (3, 4)) for name in ("scores", "values")
+    }
+    for got, want in zip(results(**apart), results(), strict=True):
+        assert torch.equal(got, want)
+
+
 # ── Refusals ──
 
 GOOD = inputs(2, 4, 5, (3, 3))

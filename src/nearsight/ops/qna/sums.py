@@ -49,7 +49,7 @@ class Sums:
         scores = scores.float()
         # Rows first: long loops.
         largest = scores.amax(1, keepdim=True).amax(2, keepdim=True)
-        self.raised = (scores - largest).exp_().flatten(3)
+        self.raised = (scores - largest).contiguous().exp_().flatten(3)
         # [L·heads, 1, kh, kw]
         if position_bias is None:
             self.bias = scores.new_ones(queries * heads, 1, *window)
