@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from timm.layers import Conv2dSame, ScaledStdConv2dSame, StdConv2dSame
 from torch import nn
 
 import nearsight
@@ -101,6 +102,16 @@ def test_arguments_come_from_the_convolution_and_options_overrule():
     assert (new.num_heads, new.kernel_size) == (2, (5, 5))
     augmented = replace_conv(Small(groups=2), "explicit_augmented", num_heads=2, where="body")[0].new
     assert augmented.conv.groups == 2
+
+
+@pytest.mark.parametrize("kind", [Conv2dSame, StdConv2dSame, ScaledStdConv2dSame])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_tensorflows_padding_keeps_the_map(kind, stride: int):
+    """As in timm's `tf_…` networks and NFNets, whose convolutions hold a padding of 0 and pad by themselves."""
+    model = nn.Sequential(kind(4, 8, 3, stride=stride))
+    sizes = [model(torch.randn(1, 4, *size)).shape for size in ((6, 8), (7, 5))]
+    replace_conv(model, "local", num_heads=2)
+    assert [model(torch.randn(1, 4, *size)).shape for size in ((6, 8), (7, 5))] == sizes
 
 
 def test_a_function_gets_the_convolution():

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from timm.layers.conv2d_same import Conv2dSame
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -187,7 +188,8 @@ def _check_padding(kind: str, conv: nn.Conv2d) -> None:
         raise ArgumentValueError(
             f"{kind}: got padding_mode={conv.padding_mode!r}, wanted 'zeros': attention pads nothing."
         )
-    if conv.padding == "same":
+    # timm's convolutions with TensorFlow's padding make it when they run, and hold 0.
+    if conv.padding == "same" or isinstance(conv, Conv2dSame) or getattr(conv, "same_pad", False):
         return
     padding = (0, 0) if isinstance(conv.padding, str) else conv.padding
     for pad, size, dilation in zip(padding, conv.kernel_size, conv.dilation, strict=True):
