@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError, BackendError
-from nearsight.ops import backends, local_attention, local_attention_weights
+from nearsight.ops import backends, local_attention, local_attention_projected, local_attention_weights
 
 Q = torch.zeros(1, 5, 7, 2, 4)
 MASK = torch.ones(1, 5, 7, dtype=torch.bool)
@@ -113,3 +113,39 @@ def test_weights_check_their_arguments_too():
         local_attention_weights(Q, Q, window=0)
     with pytest.raises(TypeError, match="windw"):
         local_attention_weights(Q, Q, windw=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"num_heads": 0}, ArgumentValueError, "got num_heads=0, wanted an int of at least 1."),
+        ({"num_heads": "2"}, ArgumentTypeError, "got num_heads of type str, wanted an int."),
+        ({"num_heads": 5}, ArgumentValueError, "got weight of shape [24, 6], wanted [3·5·D, 6]: a row per channel"),
+        (
+            {"bias": torch.zeros(23)},
+            ArgumentValueError,
+            "got bias of shape [23], wanted [24]: a number per row of weight.",
+        ),
+        ({"bias": [0.0] * 24}, ArgumentTypeError, "got bias of type list, wanted a tensor [3·heads·D]."),
+        (
+            {"bias": torch.zeros(24, dtype=torch.float64)},
+            ArgumentTypeError,
+            "got pixels of dtype torch.float32 and bias of dtype torch.float64, wanted the same dtype; convert them",
+        ),
+        (
+            {"weight": torch.zeros(24, 6, dtype=torch.bfloat16)},
+            ArgumentTypeError,
+            "got pixels of dtype torch.float32 and weight of dtype torch.bfloat16, wanted the same dtype; convert them",
+        ),
+        (
+            {"weight": torch.zeros(24, 6, device="meta")},
+            ArgumentTypeError,
+            "got pixels of device cpu and weight of device meta, wanted the same device; move them to one device.",
+        ),
+    ],
+)
+def test_the_projected_form_refuses_too(options, error, text):
+    given = {"weight": torch.zeros(24, 6), "num_heads": 2, "window": 3, **options}
+    with pytest.raises(error, match=f"^local_attention: {re.escape(text)}") as caught:
+        local_attention_projected(torch.zeros(1, 5, 7, 6), **given)
+    assert str(caught.value).endswith(".")

@@ -13,6 +13,7 @@ from nearsight.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
     "check_choice",
+    "check_count",
     "check_float_tensor",
     "check_key_mask",
     "check_number",
@@ -88,6 +89,13 @@ def check_pair(op: str, name: str, value: Any, minimum: int = 1) -> tuple[int, i
     if min(pair) < minimum:
         raise ArgumentValueError(f"{op}: got {name}={value!r}, wanted at least {minimum} on each axis.")
     return pair[0], pair[1]
+
+
+def check_count(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{op}: got {name} of type {type(value).__name__}, wanted an int.")
+    if value < 1:
+        raise ArgumentValueError(f"{op}: got {name}={value}, wanted an int of at least 1.")
 
 
 def check_choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:

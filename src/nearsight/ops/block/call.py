@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nearsight.errors import ArgumentTypeError, ArgumentValueError
+from nearsight.errors import ArgumentValueError
 from nearsight.ops import checks
 from nearsight.ops.dispatch import autocast_dtype
 
@@ -53,11 +53,8 @@ def prepare(
     key_mask: Tensor | None = None,
 ) -> BlockCall:
     """Check the arguments of `block_attention` and bring x into autocast's dtype."""
-    for name, number in (("heads", heads), ("block", block)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise ArgumentTypeError(f"{OP}: got {name} of type {type(number).__name__}, wanted an int.")
-        if number < 1:
-            raise ArgumentValueError(f"{OP}: got {name}={number}, wanted an int of at least 1.")
+    checks.check_count(OP, "heads", heads)
+    checks.check_count(OP, "block", block)
     checks.check_float_tensor(OP, "x", x, 4, "[B, H, W, Cin]")
     checks.check_float_tensor(OP, "w_q", w_q, 2, "[C, Cin]")
     channels, inputs = w_q.shape[0], x.shape[3]

@@ -98,6 +98,7 @@ def local_attention_projected(
     >>> local_attention_projected(torch.randn(1, 5, 7, 12), torch.randn(3 * 16, 12), num_heads=2, window=3).shape
     torch.Size([1, 5, 7, 2, 8])
     """
+    checks.check_count(OP, "num_heads", num_heads)
     parts = 3 if content else 2
     checks.check_float_tensor(OP, "pixels", pixels, 4, "[B, H, W, channels]")
     checks.check_float_tensor(OP, "weight", weight, 2, f"[{parts}·heads·D, channels]")
@@ -106,10 +107,15 @@ def local_attention_projected(
             f"{OP}: got weight of shape {checks.shape_text(weight.shape)}, wanted [{parts}·{num_heads}·D, "
             f"{pixels.shape[3]}]: a row per channel of {'q, k and v' if content else 'q and v'}, a column per channel of pixels."
         )
+    if bias is not None:
+        checks.check_float_tensor(OP, "bias", bias, 1, f"[{parts}·heads·D]")
+        checks.check_shape(OP, "bias", bias, (weight.shape[0],), "a number per row of weight")
+    checks.check_same_device(OP, pixels=pixels, weight=weight, bias=bias)
     cast = dispatch.autocast_dtype(pixels)
     if cast is not None:
         pixels, weight = pixels.to(cast), weight.to(cast)
         bias = None if bias is None else bias.to(cast)
+    checks.check_same_dtype(OP, pixels=pixels, weight=weight, bias=bias)
     flat = pixels.flatten(1, 2)
     packed = F.linear(flat, weight, bias).unflatten(-1, (parts, num_heads, -1)).unflatten(1, pixels.shape[1:3])
     call = prepare(
