@@ -344,6 +344,23 @@ def test_compiles_once_for_all_image_sizes(make):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_with_free_sizes_it_trains(backend):
+    """AOTAutograd's promises about memory hold, and Inductor understands the indices."""
+    torch.compiler.reset()
+    layer = RelativeAttention2d(6, 8, key_channels=24, feature_size=(5, 7), num_heads=2)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for shape in [(2, 6, 5, 7), (3, 6, 8, 4)]:
+        x = torch.randn(shape, requires_grad=True)
+        wanted, found = (f(x) for f in (layer, compiled))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        inputs = [x, *layer.parameters()]
+        gradients = (torch.autograd.grad(y.square().sum(), inputs) for y in (found, wanted))
+        for got, want in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("make", [expatt, aa, both])
 def test_exports_with_free_sizes(make):
     layer = make(stride=2).eval()

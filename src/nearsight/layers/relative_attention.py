@@ -129,14 +129,15 @@ class RelativeAttention2d(nn.Module):
         if key_mask is not None:
             parts_q.append(torch.ones_like(row[..., :1]))
             parts_k.append((~key_mask)[..., None, None].to(k.dtype).expand(*k.shape[:4], 1) * MASKED_LOGIT)
-        keys = torch.cat([p.expand(*k.shape[:4], -1) for p in parts_k], dim=-1).permute(0, 3, 1, 2, 4)
         # One width for all three, a multiple of 8: what fused kernels ask for.
-        wide = torch.cat(parts_q, dim=-1)
+        width_q = sum(p.shape[-1] for p in parts_q)
         # Which is wider is no question for an exported graph, which holds for every size.
-        size = wide.shape[-1] + v.shape[-1] if exporting() else max(wide.shape[-1], v.shape[-1])
+        size = width_q + v.shape[-1] if exporting() else max(width_q, v.shape[-1])
         size = (size + 7) // 8 * 8
-        wide, keys, values = (
-            F.pad(t, (0, size - t.shape[-1])).flatten(2, 3) for t in (wide, keys, v.permute(0, 3, 1, 2, 4))
+        wide = _side_by_side(parts_q, size).flatten(2, 3)
+        keys, values = (
+            _side_by_side(parts, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            for parts in ([p.expand(*k.shape[:4], -1) for p in parts_k], [v])
         )
         y = F.scaled_dot_product_attention(wide, keys, values, scale=1.0)[..., : v.shape[-1]]
         return settled(y.permute(0, 2, 1, 3)).unflatten(1, (height, width))
@@ -184,8 +185,7 @@ class RelativeAttention2d(nn.Module):
     def position_logits(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """q·r of every query with each row and each column of the map: [B, heads, H, W, H] and [B, heads, H, W, W]."""
         height, width = q.shape[1:3]
-        row = _by_position(resize_table(self.rel_row, height), height).to(q.dtype)
-        column = _by_position(resize_table(self.rel_col, width), width).to(q.dtype)
+        row, column = _by_position(self.rel_row, height).to(q.dtype), _by_position(self.rel_col, width).to(q.dtype)
         return torch.einsum("byxnd,nykd->bnyxk", q, row), torch.einsum("byxnd,nxkd->bnyxk", q, column)
 
     def attention_weights(self, x: Tensor, key_mask: Tensor | None = None, *, position: bool = True) -> Tensor:
@@ -238,20 +238,32 @@ def resize_table(table: Tensor, size: int) -> Tensor:
     >>> resize_table(torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])[None, :, None], 5)[0, :, 0].tolist()
     [-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0]
     """
+    return _at_offsets(table, torch.arange(1 - size, size, device=table.device), size)
+
+
+def _by_position(table: Tensor, size: int) -> Tensor:
+    """The embedding between positions i (query) and j (key) of one axis, the table stretched: [heads, size, size, d]."""
+    position = torch.arange(size, device=table.device)
+    # Not from the stretched table: Inductor of torch 2.15 stumbles over a row's row where it keeps sizes free.
+    return _at_offsets(table, position - position[:, None], size)
+
+
+def _at_offsets(table: Tensor, offset: Tensor, size: int) -> Tensor:
+    """The embeddings of integer offsets […] on a map of `size`: [heads, …, d]."""
     reach = table.shape[1] // 2
-    offset = torch.arange(1 - size, size, device=table.device)
     # In integers as far as they go: an equal size must give back the table bit for bit.
     steps = max(size - 1, 1)
     low = torch.div(offset * reach, steps, rounding_mode="floor")
-    share = ((offset * reach - low * steps) / steps).to(table.dtype)[:, None]
+    share = ((offset * reach - low * steps) / steps).to(table.dtype)[..., None]
     low = low + reach
     return table[:, low] * (1 - share) + table[:, (low + 1).clamp(max=2 * reach)] * share
 
 
-def _by_position(table: Tensor, size: int) -> Tensor:
-    """The embedding between positions i (query) and j (key) of one axis: [heads, size, size, d]."""
-    position = torch.arange(size, device=table.device)
-    return table[:, position - position[:, None] + size - 1]
+def _side_by_side(parts: list[Tensor], size: int) -> Tensor:
+    """Parts […, ·] joined along the channels, then zeros up to `size` of them."""
+    spare = size - sum(part.shape[-1] for part in parts)
+    # Not by F.pad: where torch.compile keeps sizes free, its gradient does not lie in memory as compiled code is told.
+    return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], spare)], dim=-1)
 
 
 def _one_hot_positions(height: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
