@@ -94,6 +94,7 @@ def test_an_auto_encoder_gives_images(tmp_path: Path, capsys: Any) -> None:
     [
         (["resnet_nano", "-o", "a.pt"], "got the file 'a.pt', wanted a name that ends in .onnx or .pt2."),
         (["resnet_nano", "-o", "a.onnx", "--size", "3x4"], "--size: got '3x4', wanted Y,X or one number for both."),
+        (["resnet_nano", "-o", "a.onnx", "--size", "²"], "--size: got '²', wanted Y,X or one number for both."),
         (["resnet_nano", "-o", "a.onnx", "--size", "0"], "--size: got '0', wanted Y,X or one number for both."),
         (["resnet_nano", "-o", "a.onnx", "--size", "1,2,3"], "--size: got '1,2,3', wanted Y,X or one number for both."),
         (["runs/none", "-o", "a.onnx"], "no run or checkpoint 'runs/none'."),

@@ -114,6 +114,6 @@ def _pair(text: str) -> tuple[int, int]:
     ((224, 320), (64, 64))
     """
     numbers = text.split(",")
-    if len(numbers) > 2 or not all(n.strip().isdigit() and int(n) > 0 for n in numbers):
+    if len(numbers) > 2 or not all(n.strip().isdecimal() and int(n) > 0 for n in numbers):
         raise UserError(f"--size: got {text!r}, wanted Y,X or one number for both.")
     return int(numbers[0]), int(numbers[-1])

@@ -261,7 +261,7 @@ def _pixels(texts: Sequence[str] | None) -> list[Pair] | None:
     found = []
     for text in texts:
         y, comma, x = text.partition(",")
-        if not (comma and y.strip().isdigit() and x.strip().isdigit()):
+        if not (comma and y.strip().isdecimal() and x.strip().isdecimal()):
             raise UserError(f"--pixels: got {text!r}, wanted Y,X as in 8,12: row and column from 0 on.")
         found.append((int(y), int(x)))
     return found
@@ -279,7 +279,7 @@ def _heads(text: str | None) -> list[int] | None:
     for part in text.split(","):
         first, _, last = part.partition("-")
         last = last or first
-        if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < 10_000):
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10_000):
             raise UserError(f"--heads: got {text!r}, wanted numbers from 0 on, as in 0,2-5.")
         found += range(int(first), int(last) + 1)
     return found

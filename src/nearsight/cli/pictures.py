@@ -150,7 +150,7 @@ def open_picture(opened: Opened, text: str) -> Image:
     mode = image_mode(opened.channels)
     if text.startswith(TEST):
         number = text.removeprefix(TEST)
-        if not number.isdigit():
+        if not number.isdecimal():
             raise UserError(f"got the image {text!r}, wanted {TEST}N with N from 0 on.")
         if opened.test is None:
             raise UserError(

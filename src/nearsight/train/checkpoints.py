@@ -234,7 +234,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 def _folders(run: Path) -> list[Path]:
     return sorted(
-        path for path in (run / FOLDER).glob(f"{PREFIX}*") if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()
+        path
+        for path in (run / FOLDER).glob(f"{PREFIX}*")
+        if path.is_dir() and path.name.removeprefix(PREFIX).isdecimal()
     )
 
 

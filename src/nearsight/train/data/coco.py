@@ -34,7 +34,7 @@ def find_split(root: Path, wanted: str) -> tuple[str, Path] | None:
     found = splits(root)
     if wanted in found:
         return wanted, found[wanted]
-    dated = [name for name in found if name.removeprefix(wanted).isdigit() and name.startswith(wanted)]
+    dated = [name for name in found if name.removeprefix(wanted).isdecimal() and name.startswith(wanted)]
     return (dated[0], found[dated[0]]) if len(dated) == 1 else None
 
 
