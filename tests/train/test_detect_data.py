@@ -472,3 +472,12 @@ def test_files_that_are_no_images(keep: bool, coco: Path) -> None:
     width, height = TRAIN[3].image.size
     with pytest.raises(BadImageError, match=rf"^9×9 pixels, its annotation says {width}×{height}$"):
         opened(data)[0].evaluation.read(3)
+
+
+def test_annotated_photographs_lie_as_stored(coco: Path) -> None:
+    """Boxes count the pixels of the file, whichever way the camera was held."""
+    held = Image.Exif()
+    held[0x0112] = 6
+    TRAIN[3].image.save(coco / "images" / "train" / "3.png", exif=held)
+    image, _ = opened(settings(coco, eval_split="train"))[0].evaluation.read(3)
+    assert image.tobytes() == TRAIN[3].image.tobytes()

@@ -279,6 +279,26 @@ def test_sixteen_bits_a_pixel_keep_their_greys() -> None:
             decode(file(levels, "TIFF"), "L", 100)
 
 
+def test_photographs_are_upright() -> None:
+    from nearsight.train.data.images import decode
+
+    def photo(exif: bytes) -> bytes:
+        buffer = io.BytesIO()
+        wide = Image.new("RGB", (32, 16), "red")
+        wide.paste("blue", (0, 0, 16, 16))
+        wide.save(buffer, "JPEG", exif=exif)
+        return buffer.getvalue()
+
+    held = Image.Exif()
+    held[0x0112] = 6  # the camera was turned: the file's first row is the right-hand column
+    turned = decode(photo(held.tobytes()), "RGB", 1000)
+    assert turned.size == (16, 32)
+    assert [max(range(3), key=turned.getpixel((8, y)).__getitem__) for y in (4, 28)] == [2, 0]
+    assert decode(photo(held.tobytes()), "RGB", 1000, as_stored=True).size == (32, 16)
+    for broken in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\0\x09\x01\x12\0\x03"):
+        assert decode(photo(broken), "RGB", 1000).size == (32, 16)
+
+
 def test_formats_that_pillow_half_knows_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     from nearsight.train.data.images import BadImageError, decode
 

@@ -54,7 +54,8 @@ class AnnotatedImages:
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
         """An RGB image and its objects, or `BadImageError`."""
-        image = decode(Path(self.files[index]), "RGB", self.max_pixels)
+        # Annotations count pixels as they lie in the file.
+        image = decode(Path(self.files[index]), "RGB", self.max_pixels, as_stored=True)
         rows, columns = self.size(index)
         if (image.height, image.width) != (rows, columns):
             raise BadImageError(f"{image.width}×{image.height} pixels, its annotation says {columns}×{rows}")

@@ -91,7 +91,7 @@ def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
     key = split.key()
     file = None
     if key is not None and data.cache:
-        how = f"{key}\n{data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
+        how = f"{key}\nupright {data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
         file = cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
         kept = _cached(file)
         if kept is not None:

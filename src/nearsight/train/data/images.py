@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from nearsight.errors import UserError
 
-__all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad"]
+__all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad", "upright"]
 
 
 # `decode` has a limit of its own and says so in a sentence.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Of what else cameras write nothing is wanted but which side is up.
+warnings.filterwarnings("ignore", message="Corrupt EXIF data")
 
 
 class BadImageError(Exception):
@@ -33,8 +35,8 @@ def image_mode(channels: int) -> str:
     return {1: "L", 3: "RGB"}[channels]
 
 
-def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Image:
-    """The image in a file, in `mode`; `BadImageError` says what is wrong with it.
+def decode(source: bytes | Path | Any, mode: str, max_pixels: int, *, as_stored: bool = False) -> Image.Image:
+    """The image in a file, in `mode` and upright, or `as_stored`; `BadImageError` says what is wrong with it.
 
     >>> decode(b"no image", "RGB", 100)
     Traceback (most recent call last):
@@ -47,7 +49,7 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Imag
         if width * height > max_pixels:
             raise BadImageError(f"{width}×{height} pixels exceed data.max_pixels={max_pixels}")
         image.load()
-        return _eight_bits(image).convert(mode)
+        return _eight_bits(image if as_stored else upright(image)).convert(mode)
     except FileNotFoundError as error:
         raise BadImageError("missing") from error
     except UnidentifiedImageError as error:
@@ -56,6 +58,15 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int) -> Image.Imag
         raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         raise BadImageError(f"damaged ({error})") from error
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """A photograph turned as its EXIF data say that the camera was held."""
+    try:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return ImageOps.exif_transpose(image) if turned else image
+    except Exception:  # whatever those data hold: the pixels are whole
+        return image
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
+from nearsight.train.data.images import upright
 
 __all__ = ["LIMITS", "MAX_BYTES", "MAX_PIXELS", "Shown", "built_in", "open_upload"]
 
@@ -54,14 +55,13 @@ def open_upload(path: str | Path) -> Shown:
             raise UserError(f"{name} has {width}×{height} pixels; wanted {LIMITS}")
         image.draft("RGB", (2 * MAX_SIDE, 2 * MAX_SIDE))
         image.load()
-        upright = ImageOps.exif_transpose(image)
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} has far too many pixels; wanted {LIMITS}") from error
     except UnidentifiedImageError as error:
         raise UserError(f"{name} is not an image that can be read; wanted {LIMITS}") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{name} is damaged ({str(error).rstrip('.')}); wanted {LIMITS}") from error
-    plain = _plain(upright)
+    plain = _plain(upright(image))
     plain.thumbnail((MAX_SIDE, MAX_SIDE))
     return Shown(name, plain)
 
