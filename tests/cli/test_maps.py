@@ -145,6 +145,11 @@ def test_mistakes(runs, tmp_path, capsys):
     assert f"--heads: got {beyond}, wanted 0 to {beyond - 1}" in mistake(capsys, run, "--heads", f"0-{beyond}")
     assert "--figures: no figure 'recieved'. Did you mean 'received'?" in mistake(capsys, run, "--figures", "recieved")
     assert "no attention layer is named 'stages.9'." in mistake(capsys, run, "--layers", "stages.9")
+    assert mistake(capsys, f"local-dir:{tmp_path}", "flower") == (
+        f"nearsight maps: cannot load 'local-dir:{tmp_path}' (FileNotFoundError: Config file not found: "
+        f"{tmp_path}/config.json); wanted what nearsight push writes."
+    )
+    assert "cannot load 'hf-hub:' (" in mistake(capsys, "hf-hub:", "flower")
     assert "has none of the figures asked for" in mistake(capsys, run, "--figures", "mixture")
     assert mistake(capsys, "nowhere", "--compare") == (
         "nearsight maps: no run 'nowhere'; --compare takes runs' folders and the names of shipped networks."

@@ -120,7 +120,13 @@ def _by_name(name: str) -> Opened:
         names = [*weights.names(), *timm.list_models()]
         raise UserError(f"no run, checkpoint or network {name!r}.{did_you_mean(name, names)} Ours: nearsight models.")
     torch.manual_seed(0)
-    model = timm.create_model(name, pretrained=known).eval()
+    try:
+        model = timm.create_model(name, pretrained=known).eval()
+    except Exception as error:
+        if not known:
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"cannot load {name!r} ({reason}); wanted what nearsight push writes.") from error
     config = resolve_model_data_config(model)
     transform: Any = create_transform(**config, is_training=False)
     labels = getattr(model, "pretrained_cfg", {}).get("label_names")
