@@ -276,6 +276,13 @@ def test_the_command(tmp_path, capsys):
     assert load_file(out).keys() == micro().state_dict().keys()
 
 
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    out = tmp_path / "none" / "micro.safetensors"
+    words = ["convert", str(PARAMETERS), "-m", "qna_vit_test_micro", "-o", str(out), "--num-classes", "10"]
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"nearsight convert: cannot open '{out}': No such file or directory.\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -227,6 +227,22 @@ def test_a_program_that_differs_is_not_kept(
     assert file.read_text() == "an older program"
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_cannot_be_written_is_no_fault_of_torch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk torch's own writer of .pt2 files ended the process."""
+    folder, traced = tmp_path / "gone", program._traced
+
+    def losing(*args: Any) -> Any:
+        folder.rmdir()
+        return traced(*args)
+
+    monkeypatch.setattr(program, "_traced", losing)
+    with pytest.raises(FileNotFoundError):
+        export(Graph(nn.Flatten()), folder / f"a{kind}", channels=3, size=(16, 24), batch=1)
+
+
 class Picky(nn.Module):
     """Asks about the values of its input, which no graph can hold."""
 
@@ -290,3 +306,6 @@ def test_a_network_of_one_batch_says_so(tmp_path: Path) -> None:
 def test_a_name_that_says_no_format(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"wanted a name that ends in \.onnx or \.pt2\.$"):
         export(Graph(network()), tmp_path / "program.pt", channels=3, size=(16, 24))
+    (tmp_path / "folder.pt2").mkdir()
+    with pytest.raises(UserError, match=r"folder\.pt2', which is a folder; wanted the name of a file\.$"):
+        export(Graph(network()), tmp_path / "folder.pt2", channels=3, size=(16, 24))

@@ -89,9 +89,13 @@ def test_options_taken_back_do_not_reach_the_hub(tmp_path: Path) -> None:
     assert timm.create_model(f"local-dir:{folder}", pretrained=True).num_classes == 10
 
 
-def test_pushing_nowhere_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushing_nowhere_is_one_sentence(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"got the target 'local-dir:', wanted local-dir:FOLDER or OWNER/NAME\.$"):
         push(run[0], "local-dir:")
+
+    (tmp_path / "hub" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot write '.*hub' \(.*Is a directory.*\)\.$"):
+        push(run[0], f"local-dir:{tmp_path / 'hub'}")
 
     def unreachable(*args: Any, **keys: Any) -> None:
         raise ConnectionError("Name or service\nnot known")

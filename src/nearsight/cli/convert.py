@@ -7,7 +7,7 @@ from typing import Annotated
 
 import timm
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from nearsight.cli.app import examples, new_app
 from nearsight.errors import UserError, did_you_mean
@@ -45,6 +45,6 @@ def convert(
     network = timm.create_model(model, num_classes=num_classes)
     state = convert_flax(read_flax(source), network)
     network.load_state_dict(state)
-    save_file(state, out, metadata={"format": "pt", "architecture": model})
+    out.write_bytes(save(state, metadata={"format": "pt", "architecture": model}))
     count = sum(tensor.numel() for tensor in state.values())
     typer.echo(f"{out}: {len(state)} tensors, {count:,} parameters of {model}")

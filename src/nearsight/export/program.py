@@ -7,6 +7,7 @@ and, where asked, rows and columns stay free.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import warnings
@@ -89,6 +90,8 @@ def export(
         import onnxruntime  # noqa: F401, what is missing is said before minutes of work
         import onnxscript  # noqa: F401
 
+    if file.is_dir():
+        raise UserError(f"got the file {str(file)!r}, which is a folder; wanted the name of a file.")
     file.parent.mkdir(parents=True, exist_ok=True)
     graph = graph.eval()
     step = _step(graph, channels, size) if any_size else None
@@ -232,8 +235,11 @@ def _load_onnx(file: Path) -> Run:
 
 
 def _write_pt2(program: Any, file: Path, output: str, shape: list[int | str], facts: str) -> int:
+    # Through memory: where torch's own writer finds no room it ends the process.
+    written = io.BytesIO()
     with _quiet():
-        torch.export.save(program, file, extra_files={FACTS: facts})
+        torch.export.save(program, written, extra_files={FACTS: facts})
+    file.write_bytes(written.getbuffer())
     return sum(node.op == "call_function" for node in program.graph.nodes)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from nearsight.errors import UserError
@@ -233,7 +234,8 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
     }
     if target.startswith(LOCAL):
         folder = target.removeprefix(LOCAL)
-        _hub.save_for_hf(model, folder, **shared)
+        with _unwritten(folder):
+            _hub.save_for_hf(model, folder, **shared)
         return folder
     with _hub_refusals(target):
         return str(_hub.push_to_hf_hub(model, target, **shared))
@@ -246,10 +248,20 @@ def _push_transformers(network: Network, target: str) -> str:
     model.network.config.label2id = {name: label for label, name in enumerate(network.card["classes"])}
     if target.startswith(LOCAL):
         folder = target.removeprefix(LOCAL)
-        model.save_pretrained(folder)
+        with _unwritten(folder):
+            model.save_pretrained(folder)
         return folder
     with _hub_refusals(target):
         return str(model.network.push_to_hub(target))
+
+
+@contextmanager
+def _unwritten(folder: str) -> Iterator[None]:
+    """A sentence where safetensors, whose error is no OSError, cannot write."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"cannot write {folder!r} ({error}).") from error
 
 
 @contextmanager
