@@ -26,6 +26,8 @@ from tests.train.support import SMALL, small
         ("model.lr=1", "unknown key model.lr (the nearest is optimizer.lr)"),  # not model.drop, which looks more alike
         ("optimizer.lr=fast", "optimizer.lr: got 'fast', wanted a valid number"),
         ("optimizer.lr=0", "optimizer.lr: got 0, wanted greater than 0"),
+        ("optimizer.lr=.inf", "optimizer.lr: got inf, wanted a finite number"),
+        ("data.mean=[.nan]", "data.mean.0: got nan, wanted a finite number"),
         ("schedule.name=cosin", "schedule.name: got 'cosin', wanted 'cosine', 'restarts', 'step' or 'constant'"),
         ("schedule.warmup_epochs=20", "schedule.warmup_epochs: got 20, wanted at most schedule.epochs=10"),
         ("schedule.name=restarts", "schedule.restarts: got none"),

@@ -34,7 +34,7 @@ __all__ = [
 class Section(BaseModel):
     """A group of keys; an unknown one is a fault, never ignored."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
