@@ -158,6 +158,11 @@ def test_bad_model_and_optimiser_names() -> None:
     config = small(model={"name": "sasa_resnet_nano", "options": {"windw": 3}})
     with pytest.raises(UserError, match=r"model: sasa_resnet_nano cannot be built with .*windw"):
         create_network(config.model, num_classes=2, in_chans=1)
+    config = small(model={"options": {"num_classes": 7}})
+    with pytest.raises(
+        UserError, match=r"^model\.options: got num_classes=7, wanted 2, as the data have it; leave it out"
+    ):
+        create_network(config.model, num_classes=2, in_chans=1)
     model = create_network(small().model, num_classes=2, in_chans=1)
     with pytest.raises(UserError, match=r"optimizer.name: got 'admw', wanted one of timm's, e.g. adamw"):
         build_optimizer(model, OptimizerConfig(name="admw"), 64)

@@ -68,6 +68,11 @@ def create_network(config: ModelConfig, **sizes: Any) -> nn.Module:
         hint = f" Did you mean {near!r}?" if near else ""
         raise UserError(f"model.name: timm has no model {config.name!r}.{hint}")
     options = {**sizes, **given(config.options)}
+    for key, size in sizes.items():
+        if options[key] != size:
+            raise UserError(
+                f"model.options: got {key}={options[key]}, wanted {size}, as the data have it; leave it out."
+            )
     if config.drop:
         options["drop_rate"] = config.drop
     if config.drop_path is not None:
