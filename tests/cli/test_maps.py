@@ -74,6 +74,16 @@ def test_chosen_figures_pixels_and_heads(runs, tmp_path, capsys):
     assert np.load(found["figures"][0]["files"][2])["heads"].tolist() == [1, 2]
 
 
+def test_images_of_one_name_keep_their_pictures(runs, tmp_path, capsys):
+    for kind in ("png", "bmp"):
+        Image.new("RGB", (20, 20), "red" if kind == "png" else "blue").save(tmp_path / f"a.{kind}")
+    files = [str(tmp_path / "a.png"), str(tmp_path / "a.bmp")]
+    words = ["--figures", "given", "--layers", "layer2.0.conv2", "-o", str(tmp_path / "out")]
+    found = document(capsys, str(runs / "expatt"), *files, *words)
+    assert [row["image"] for row in found["figures"]] == ["a", "a-1"]
+    assert len({file for row in found["figures"] for file in row["files"]}) == 6
+
+
 def test_several_runs(runs, tmp_path, capsys):
     found = document(capsys, str(runs / "qna"), str(runs / "expatt"), "--compare", "-o", str(tmp_path))
     assert [row["figure"] for row in found["figures"]] == ["curves", "costs", "radius"]

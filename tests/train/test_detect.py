@@ -269,6 +269,10 @@ def test_the_verbs(run: Any, coco: Path, tmp_path: Path, capsys: Any) -> None:
     assert [row["file"] for row in rows] == files
     assert set(rows[0]["objects"][0]) == {"label", "score", "box"}
     assert [Path(row["picture"]).name for row in rows] == ["0.png", "0-1.png"]
+    (coco / "images" / "val" / "0-2.png").write_bytes(Path(files[0]).read_bytes())
+    three = [files[0], str(coco / "images" / "val" / "0-2.png"), files[1]]
+    assert main(["predict", folder, *three, "-o", str(tmp_path / "three"), "--json"]) == 0
+    assert len({row["picture"] for row in json.loads(capsys.readouterr().out)}) == 3
     with Image.open(rows[0]["picture"]) as picture, Image.open(files[0]) as before:
         assert picture.size == before.size
         assert picture.tobytes() != before.convert("RGB").tobytes()

@@ -122,7 +122,7 @@ def _figures(
     notes: list[str],
 ) -> Iterator[Made]:
     """Figures of one network, made one after the other."""
-    from nearsight.cli.pictures import open_network
+    from nearsight.cli.pictures import free_name, open_network
 
     opened = open_network(source)
     if not opened.trained:
@@ -130,14 +130,17 @@ def _figures(
     if {"received", "given", "kernels", "parts"} & set(wanted):
         if not images and opened.test is None:
             raise UserError(f"got no image for {opened.name}; give a file, or flower or china.")
+        names = set[str]()
         for text in images or ["test:0"]:
-            yield from _of_image(opened, text, layers, pixels, heads, wanted)
+            name = free_name(Path(text).stem if Path(text).is_file() else text.replace(":", ""), names)
+            yield from _of_image(opened, text, name, layers, pixels, heads, wanted)
     yield from _of_parameters(opened, layers, wanted)
 
 
 def _of_image(
     opened: Opened,
     text: str,
+    name: str,
     layers: list[str] | None,
     pixels: list[Pair] | None,
     heads: list[int] | None,
@@ -148,7 +151,6 @@ def _of_image(
     from nearsight.viz.maps import attention_maps
 
     x = opened.prepare(open_picture(opened, text))
-    name = Path(text).stem if Path(text).is_file() else text.replace(":", "")
     picture = figures.Picture(name, shown(opened, x))
     queries = pixels or [(x.shape[1] // 2, x.shape[2] // 2)]
     found = attention_maps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-__all__ = ["BUILT_IN", "Opened", "open_network", "open_picture", "shown"]
+__all__ = ["BUILT_IN", "Opened", "free_name", "open_network", "open_picture", "shown"]
 
 # scikit-learn's photographs.
 BUILT_IN = ("flower", "china")
@@ -173,6 +174,19 @@ def open_picture(opened: Opened, text: str) -> Image:
         return decode(Path(text), mode, DataConfig.model_fields["max_pixels"].default)
     except BadImageError as error:
         raise UserError(f"{text}: {error}.") from error
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """`name`, with a number where it is taken, and taken from now on: files of one name from different folders.
+
+    >>> taken = {"b-1"}
+    >>> [free_name(name, taken) for name in "abbb"]
+    ['a', 'b', 'b-2', 'b-3']
+    """
+    numbered = (f"{name}-{number}" for number in itertools.count(1))
+    free = next(each for each in itertools.chain([name], numbered) if each not in taken)
+    taken.add(free)
+    return free
 
 
 def shown(opened: Opened, pixels: Tensor) -> Any:

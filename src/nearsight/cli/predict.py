@@ -92,10 +92,11 @@ def _label(network: Any, images: list[Path], top: int) -> list[dict[str, Any]]:
 
 
 def _detect(network: Any, images: list[Path], threshold: float, out: Path | None) -> list[dict[str, Any]]:
+    from nearsight.cli.pictures import free_name
     from nearsight.detect.draw import draw_boxes
     from nearsight.train.inference import detect
 
-    rows, names = [], list[str]()
+    rows, names = [], set[str]()
     for one in detect(network, images, threshold):
         found = zip(one.names, one.scores, one.boxes, strict=True)
         row: dict[str, Any] = {
@@ -104,10 +105,7 @@ def _detect(network: Any, images: list[Path], threshold: float, out: Path | None
         }
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            stem = Path(one.file).stem
-            # Two files of one name from different folders: neither picture replaces the other.
-            name = stem if stem not in names else f"{stem}-{len(names)}"
-            names.append(name)
+            name = free_name(Path(one.file).stem, names)
             texts = [f"{name} {score:.2f}" for name, score in zip(one.names, one.scores, strict=True)]
             draw_boxes(one.image, one.boxes, one.labels, texts).save(out / f"{name}.png")
             row["picture"] = str(out / f"{name}.png")
