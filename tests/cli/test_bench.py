@@ -2,6 +2,7 @@ import csv
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -154,6 +155,7 @@ def test_a_filter_leaves_the_rest_out(tiny, capsys):
         (["models", "--filter", "vgg"], "nothing matches --filter 'vgg'"),
         (["ops", "--device", "tpu"], "got --device 'tpu', wanted cpu or cuda."),
         (["ops", "--dtype", "int8"], "got --dtype 'int8', wanted one of float32, bfloat16, float16."),
+        (["ops", "--plot", "x.xyz"], "got --plot 'x.xyz', wanted a name that ends in .png, .svg or .pdf."),
         (["nets"], "'nets' is not one of 'ops', 'layers', 'models'"),
         (["ops", "--batch", "0"], "--batch"),
     ],
@@ -175,6 +177,13 @@ def test_no_cuda_is_said(monkeypatch, capsys):
 def test_a_folder_is_no_file(tiny, capsys, tmp_path):
     assert bench("ops", "--csv", str(tmp_path)) == 2
     assert "wanted the name of a file to write" in capsys.readouterr().err
+
+
+def test_what_a_plot_needs_is_said_before_the_timing(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("nearsight.cli.bench.run_suite", lambda *args, **options: pytest.fail("timed"))
+    assert main(["bench", "ops", "--plot", "x.png"]) == 2
+    assert "needs matplotlib, which is not installed" in capsys.readouterr().err
 
 
 def test_help_has_examples(capsys):

@@ -20,6 +20,7 @@ from nearsight.errors import UserError
 app = new_app()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PLOTS = (".png", ".svg", ".pdf")
 
 EXAMPLES = examples(
     "nearsight bench ops  # every backend beside its peers",
@@ -70,6 +71,12 @@ def bench(
     for path in (csv, json, plot):
         if path is not None and path.is_dir():
             raise UserError(f"got the folder {str(path)!r}, wanted the name of a file to write.")
+    if plot is not None:
+        if plot.suffix not in PLOTS:
+            raise UserError(
+                f"got --plot {str(plot)!r}, wanted a name that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}."
+            )
+        import matplotlib  # noqa: F401, what is missing is said before minutes of timing
     if source is not None:
         if csv is not None or json is not None:
             raise UserError(
