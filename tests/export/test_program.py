@@ -243,6 +243,15 @@ def test_what_cannot_be_written_is_no_fault_of_torch(
         export(Graph(nn.Flatten()), folder / f"a{kind}", channels=3, size=(16, 24), batch=1)
 
 
+def test_weights_that_no_single_onnx_file_holds(tmp_path: Path) -> None:
+    huge = nn.Linear(20_000, 20_000, bias=False, device="meta")
+    with pytest.raises(
+        UserError, match=r"has 1\.6 GB of weights, wanted at most 1\.5 for one \.onnx file; write a \.pt2"
+    ):
+        export(Graph(huge), tmp_path / "a.onnx", channels=3, size=(16, 24))
+    assert not list(tmp_path.iterdir())
+
+
 class Picky(nn.Module):
     """Asks about the values of its input, which no graph can hold."""
 

@@ -28,6 +28,8 @@ FACTS = "nearsight.json"
 # Largest difference to the network, as a share of its largest output. Other programs add in other orders: 1e-7 to 1e-6 is usual.
 TOLERANCE = 1e-4
 BATCH, IMAGES = "batch", "images"
+# Weights of so many bytes go into one ONNX file; some 100 MB more, and torch puts them into a second one beside it, unasked.
+ONNX_BYTES = 1_500_000_000
 # What a network's strides may ask rows and columns to divide by.
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -90,6 +92,12 @@ def export(
         import onnxruntime  # noqa: F401, what is missing is said before minutes of work
         import onnxscript  # noqa: F401
 
+        held = sum(tensor.nbytes for tensor in graph.state_dict().values())
+        if held > ONNX_BYTES:
+            raise UserError(
+                f"the network has {held / 1e9:.1f} GB of weights, wanted at most {ONNX_BYTES / 1e9:g} for one .onnx file; "
+                f"write a .pt2 instead."
+            )
     if file.is_dir():
         raise UserError(f"got the file {str(file)!r}, which is a folder; wanted the name of a file.")
     file.parent.mkdir(parents=True, exist_ok=True)
