@@ -346,6 +346,7 @@ def test_refuses(change, error, text):
         ({"queries": [(1, -2)]}, ValueError, r"got queries=\(1, -2\), wanted at least 0"),
         ({"queries": (1, 2)}, TypeError, r"got queries=\(1, 2\), wanted pixels \(y, x\)"),
         ({"queries": []}, TypeError, r"got queries=\[\], wanted pixels"),
+        ({"queries": [None]}, TypeError, r"got queries=\[None\], wanted pixels"),
         ({"queries": torch.ones(2, 3)}, TypeError, r"got queries of shape \[2, 3\] and dtype torch.float32, wanted pixels"),
         ({"key_mask": torch.ones(2, 6, 4).bool()}, ValueError, r"got key_mask of shape \[2, 6, 4\], wanted \[2, 4, 6\]"),
     ],

@@ -284,7 +284,9 @@ def test_the_verbs(run: Any, coco: Path, tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().out.endswith("val: 3 images, 6 objects\n")
     assert main(["push", folder, f"local-dir:{tmp_path / 'hub'}"]) == 2
     got = capsys.readouterr()
-    assert "is a checkpoint of task 'detect', and timm's hub format holds classifiers; copy " in got.err
+    assert got.err.startswith(
+        f"nearsight push: {folder} is a checkpoint of task 'detect', and timm's hub format holds classifiers; copy "
+    )
     assert got.err.count("\n") == 1
     assert not (tmp_path / "hub").exists()
 

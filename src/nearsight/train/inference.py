@@ -206,7 +206,7 @@ def push(path: str | Path, target: str, *, average: bool = True) -> str:
         return _push_transformers(network, target)
     if network.task != "classify":
         raise UserError(
-            f"push: {path} is a checkpoint of task {network.task!r}, and timm's hub format holds classifiers; "
+            f"{path} is a checkpoint of task {network.task!r}, and timm's hub format holds classifiers; "
             f"copy {network.checkpoint.path} instead: nearsight opens it anywhere."
         )
     card = network.card

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ def _queries(op: str, queries: object, height: int, width: int, device: torch.de
                 f"{op}: got queries of shape {checks.shape_text(queries.shape)} and dtype {queries.dtype}, wanted {layout}."
             )
         return queries.to(device)
-    if not isinstance(queries, Sequence) or not queries or any(isinstance(pair, int) for pair in queries):
+    if not isinstance(queries, Sequence) or not queries or not all(isinstance(pair, Iterable) for pair in queries):
         raise ArgumentTypeError(f"{op}: got queries={queries!r}, wanted {layout}.")
     pairs = [checks.check_pair(op, "queries", tuple(pair), minimum=0) for pair in queries]
     for y, x in pairs:
