@@ -15,7 +15,7 @@ from timm.models import group_parameters
 from timm.models._manipulate import group_with_matcher
 
 from nearsight.models.flops import count_parameters
-from tests.models.zoo import NAMES, NANO, NUMBERS, SIZE_OF, awake, images, meta
+from tests.models.zoo import AUTOENCODERS, NAMES, NANO, NUMBERS, SIZE_OF, awake, images, meta
 from tests.support.digits import learn_digits, train_on_digits
 
 SIZES = [(32, 32), (33, 33), (47, 91), (224, 224), (225, 225), (256, 192)]
@@ -91,6 +91,23 @@ def test_other_input_channels(name):
     channels = 1 if SIZE_OF[name] > 1e6 else 4
     model = meta(name, in_chans=channels)
     assert model(images(32, 40, channels=channels, device="meta")).shape == (2, model.num_classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in [*NAMES, *AUTOENCODERS]),
+        *(("qna_vit_nano", {"mixer": mixer}) for mixer in ("sasa", "conv", "dwconv")),
+        ("qna_autoencoder", {"encoder": "conv", "decoder": "transposed"}),
+        ("qna_autoencoder", {"encoder": "pool", "decoder": "bilinear"}),
+    ],
+    ids=str,
+)
+def test_device_and_dtype_reach_every_tensor(name, options):
+    model = timm.create_model(name, device="meta", dtype=torch.bfloat16, **options)
+    for key, tensor in model.state_dict().items():
+        assert tensor.device.type == "meta", key
+        assert tensor.dtype == torch.bfloat16 or not tensor.is_floating_point(), key
 
 
 @pytest.mark.parametrize("name", NAMES)

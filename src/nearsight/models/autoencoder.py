@@ -29,53 +29,59 @@ __all__ = ["DECODERS", "ENCODERS", "AutoEncoder"]
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 
-Level = Callable[[int, int, int], dict[str, nn.Module]]
+Level = Callable[..., dict[str, nn.Module]]
 
 
 class InstanceNorm2d(nn.InstanceNorm2d):
     """Learned scale and shift; and a batch of no images, which torch's own refuses."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, affine=True)
+    def __init__(self, channels: int, **factory: Any) -> None:
+        super().__init__(channels, affine=True, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.shape[0] else x
 
 
-def _conv_down(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
+def _conv_down(inner: int, outer: int, heads: int, **factory: Any) -> dict[str, nn.Module]:
     """ConvS2-IN."""
-    return {"conv": nn.Conv2d(inner, outer, 3, stride=2, padding=1, bias=False), "norm": InstanceNorm2d(outer)}
+    return {
+        "conv": nn.Conv2d(inner, outer, 3, stride=2, padding=1, bias=False, **factory),
+        "norm": InstanceNorm2d(outer, **factory),
+    }
 
 
-def _pool_down(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
+def _pool_down(inner: int, outer: int, heads: int, **factory: Any) -> dict[str, nn.Module]:
     """Conv-IN-Max."""
-    conv = nn.Conv2d(inner, outer, 3, padding=1, bias=False)
-    return {"conv": conv, "norm": InstanceNorm2d(outer), "pool": nn.MaxPool2d(2)}
+    conv = nn.Conv2d(inner, outer, 3, padding=1, bias=False, **factory)
+    return {"conv": conv, "norm": InstanceNorm2d(outer, **factory), "pool": nn.MaxPool2d(2)}
 
 
-def _qna_down(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
+def _qna_down(inner: int, outer: int, heads: int, **factory: Any) -> dict[str, nn.Module]:
     """LN-QnA, with one query."""
-    return {"norm": RowNorm2d(inner), "qna": QnA2d(inner, outer, 3, stride=2, num_heads=heads, num_queries=1)}
+    return {
+        "norm": RowNorm2d(inner, **factory),
+        "qna": QnA2d(inner, outer, 3, stride=2, num_heads=heads, num_queries=1, **factory),
+    }
 
 
-def _bilinear_up(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
+def _bilinear_up(inner: int, outer: int, heads: int, **factory: Any) -> dict[str, nn.Module]:
     """Bilinear-Conv-IN."""
-    conv = nn.Conv2d(inner, outer, 3, padding=1, bias=False)
+    conv = nn.Conv2d(inner, outer, 3, padding=1, bias=False, **factory)
     grow = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
-    return {"grow": grow, "conv": conv, "norm": InstanceNorm2d(outer)}
+    return {"grow": grow, "conv": conv, "norm": InstanceNorm2d(outer, **factory)}
 
 
-def _transposed_up(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
+def _transposed_up(inner: int, outer: int, heads: int, **factory: Any) -> dict[str, nn.Module]:
     """ConvTranspose-IN."""
-    conv = nn.ConvTranspose2d(inner, outer, 3, stride=2, padding=1, output_padding=1, bias=False)
-    return {"conv": conv, "norm": InstanceNorm2d(outer)}
+    conv = nn.ConvTranspose2d(inner, outer, 3, stride=2, padding=1, output_padding=1, bias=False, **factory)
+    return {"conv": conv, "norm": InstanceNorm2d(outer, **factory)}
 
 
-def _qna_up(inner: int, outer: int, heads: int) -> dict[str, nn.Module]:
+def _qna_up(inner: int, outer: int, heads: int, **factory: Any) -> dict[str, nn.Module]:
     """LN-UQnA."""
     # Without W_s each new pixel is an average of the same values: a 1×1 map could only grow into one flat colour.
-    attention = QnAUpsample2d(inner, outer, 3, scale_factor=2, num_heads=heads, tap_scale="tap")
-    return {"norm": RowNorm2d(inner), "qna": attention}
+    attention = QnAUpsample2d(inner, outer, 3, scale_factor=2, num_heads=heads, tap_scale="tap", **factory)
+    return {"norm": RowNorm2d(inner, **factory), "qna": attention}
 
 
 ENCODERS: Mapping[str, Level] = {"qna": _qna_down, "conv": _conv_down, "pool": _pool_down}
@@ -112,6 +118,8 @@ class AutoEncoder(nn.Module):
         head_dim: int = 8,
         activation: str | None = None,
         in_chans: int = 3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         who = "qna_autoencoder"
@@ -124,6 +132,7 @@ class AutoEncoder(nn.Module):
         check_channels(
             who, in_chans=in_chans, head_dim=head_dim, **{f"widths[{i}]": width for i, width in enumerate(widths)}
         )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_channels, self.reduction = in_chans, 2 ** len(widths)
         self.encoder_kind, self.decoder_kind = encoder, decoder
         self.num_features = widths[-1]
@@ -135,16 +144,16 @@ class AutoEncoder(nn.Module):
                     f"{who}: got a width of {outer} and head_dim={head_dim}, wanted widths that divide by it; change one of "
                     f"them."
                 )
-            parts = make(inner, outer, outer // head_dim)
+            parts = make(inner, outer, outer // head_dim, **factory)
             act = {} if activation is None else {"act": ACTIVATIONS[activation]()}
             pool = {"pool": parts.pop("pool")} if "pool" in parts else {}
             return nn.Sequential(OrderedDict({**parts, **act, **pool}))
 
         steps = list(pairwise([widths[0], *widths]))
-        self.stem = nn.Conv2d(in_chans, widths[0], 1)
+        self.stem = nn.Conv2d(in_chans, widths[0], 1, **factory)
         self.encoder = nn.Sequential(*[level(ENCODERS[encoder], encoder, a, b) for a, b in steps])
         self.decoder = nn.Sequential(*[level(DECODERS[decoder], decoder, b, a) for a, b in reversed(steps)])
-        self.head = nn.Conv2d(widths[0], in_chans, 1)
+        self.head = nn.Conv2d(widths[0], in_chans, 1, **factory)
         self.init_weights()
 
     @torch.jit.ignore

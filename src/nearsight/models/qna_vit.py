@@ -50,10 +50,10 @@ NO_DECAY = ("tap_scale_weight", "position_bias", "position_weight", "relative_bi
 class PatchEmbed2d(nn.Module):
     """Non-overlapping patches to channels, any image size: [B, in, H, W] → [B, out, ⌈H/p⌉, ⌈W/p⌉], padded on both sides."""
 
-    def __init__(self, in_channels: int, out_channels: int, patch_size: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, patch_size: int, **factory: Any) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.proj = nn.Conv2d(in_channels, out_channels, patch_size, patch_size, bias=False)
+        self.proj = nn.Conv2d(in_channels, out_channels, patch_size, patch_size, bias=False, **factory)
 
     def pad(self, x: Tensor) -> Tensor:
         """Zeros (False) around the last two axes up to whole patches: ⌊total/2⌋ before, the rest after."""
@@ -72,7 +72,9 @@ class PatchEmbed2d(nn.Module):
 class ConvMixer2d(nn.Module):
     """A convolution where the network has QnA: k×k, or depthwise k×k and 1×1, zeros outside the image and the mask."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int, depthwise: bool) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, stride: int, depthwise: bool, **factory: Any
+    ) -> None:
         super().__init__()
         if kernel_size % 2 == 0:
             raise ArgumentValueError(
@@ -86,8 +88,9 @@ class ConvMixer2d(nn.Module):
             padding=kernel_size // 2,
             groups=in_channels if depthwise else 1,
             bias=False,
+            **factory,
         )
-        self.proj = nn.Conv2d(in_channels, out_channels, 1, bias=False) if depthwise else nn.Identity()
+        self.proj = nn.Conv2d(in_channels, out_channels, 1, bias=False, **factory) if depthwise else nn.Identity()
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         return self.proj(self.conv(zero_masked(x, key_mask)))
@@ -108,14 +111,15 @@ class QnABlock(nn.Module):
         stride: int = 1,
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.norm1 = RowNorm2d(dim)
+        self.norm1 = RowNorm2d(dim, **factory)
         self.mixer = mixer
-        self.skip = nn.Conv2d(dim, out_dim, 1, stride, bias=False) if stride > 1 else None
+        self.skip = nn.Conv2d(dim, out_dim, 1, stride, bias=False, **factory) if stride > 1 else None
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 and stride == 1 else nn.Identity()
-        self.norm2 = RowNorm2d(out_dim)
-        self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELUTanh)
+        self.norm2 = RowNorm2d(out_dim, **factory)
+        self.mlp = Mlp(out_dim, int(out_dim * mlp_ratio), act_layer=GELUTanh, **factory)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -194,6 +198,8 @@ class QnAViT(nn.Module):
         mlp_ratio: float = 4.0,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_choice(NAME, "mixer", mixer, MIXERS)
@@ -215,6 +221,7 @@ class QnAViT(nn.Module):
                 raise ArgumentValueError(
                     f"{NAME}: got {name} of {len(numbers)} stages, wanted {stages}, as many as qna_depths."
                 )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes, self.drop_rate = num_classes, drop_rate
         self.num_features = self.head_hidden_size = embed_dim * 2 ** (stages - 1)
         self.feature_info: list[dict[str, Any]] = []
@@ -231,14 +238,16 @@ class QnAViT(nn.Module):
                     tap_scale=tap_scale,
                     position=qna_position,
                     unit_queries=unit_queries,
+                    **factory,
                 )
             if mixer == "sasa":
-                return LocalAttention2d(dim, out_dim, window, stride=stride, num_heads=heads, **(sasa_options or {}))
-            return ConvMixer2d(dim, out_dim, window, stride, depthwise=mixer == "dwconv")
+                options = {"stride": stride, "num_heads": heads, **factory, **(sasa_options or {})}
+                return LocalAttention2d(dim, out_dim, window, **options)
+            return ConvMixer2d(dim, out_dim, window, stride, depthwise=mixer == "dwconv", **factory)
 
         total = sum(qna_depths) + sum(sa_depths) + stages - 1
         rates = iter(torch.linspace(0, drop_path_rate, total, device="cpu").tolist() if total else [])
-        self.patch_embed = PatchEmbed2d(in_chans, embed_dim, patch_size)
+        self.patch_embed = PatchEmbed2d(in_chans, embed_dim, patch_size, **factory)
         self.stages = nn.Sequential()
         dim = embed_dim
         for i in range(stages):
@@ -247,19 +256,22 @@ class QnAViT(nn.Module):
                 # The authors count the down-sampling block as the last of the stage before: its heads and window are that one's.
                 heads, window = 2 * per_stage["qna_heads"][i - 1], per_stage["qna_window"][i - 1]
                 layer = mix(dim, 2 * dim, heads, window, stride=2)
-                down = QnABlock(dim, 2 * dim, layer, stride=2, mlp_ratio=mlp_ratio, drop_path=next(rates))
+                down = QnABlock(dim, 2 * dim, layer, stride=2, mlp_ratio=mlp_ratio, drop_path=next(rates), **factory)
                 dim *= 2
             blocks: list[QnABlock] = []
             for _ in range(per_stage["sa_depths"][i]):
-                attention = WindowAttention2d(dim, dim, per_stage["sa_window"][i], num_heads=per_stage["sa_heads"][i])
-                blocks.append(QnABlock(dim, dim, attention, mlp_ratio=mlp_ratio, drop_path=next(rates)))
+                window, heads = per_stage["sa_window"][i], per_stage["sa_heads"][i]
+                attention = WindowAttention2d(dim, dim, window, num_heads=heads, **factory)
+                blocks.append(QnABlock(dim, dim, attention, mlp_ratio=mlp_ratio, drop_path=next(rates), **factory))
             for _ in range(per_stage["qna_depths"][i]):
                 layer = mix(dim, dim, per_stage["qna_heads"][i], per_stage["qna_window"][i])
-                blocks.append(QnABlock(dim, dim, layer, mlp_ratio=mlp_ratio, drop_path=next(rates)))
+                blocks.append(QnABlock(dim, dim, layer, mlp_ratio=mlp_ratio, drop_path=next(rates), **factory))
             self.stages.append(QnAStage(down, blocks))
             self.feature_info.append({"num_chs": dim, "reduction": patch_size * 2**i, "module": f"stages.{i}"})
-        self.norm: nn.Module = RowNorm2d(self.num_features)
-        self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate)
+        self.norm: nn.Module = RowNorm2d(self.num_features, **factory)
+        self.head = ClassifierHead(
+            self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory
+        )
         self.init_weights()
 
     def _stages(self) -> list[QnAStage]:
