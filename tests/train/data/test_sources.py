@@ -299,6 +299,19 @@ def test_photographs_are_upright() -> None:
         assert decode(photo(broken), "RGB", 1000).size == (32, 16)
 
 
+def test_a_line_is_refused_before_it_is_resized() -> None:
+    from nearsight.train.data.images import BadImageError, decode
+
+    def line(width: int) -> bytes:
+        buffer = io.BytesIO()
+        Image.new("L", (width, 2)).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    assert decode(line(2000), "L", 10_000).size == (2000, 2)
+    with pytest.raises(BadImageError, match=r"^2001×2 pixels: one side is more than 1000 times the other$"):
+        decode(line(2001), "L", 10_000)
+
+
 def test_formats_that_pillow_half_knows_are_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     from nearsight.train.data.images import BadImageError, decode
 

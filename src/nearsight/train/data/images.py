@@ -22,8 +22,12 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data")
 
 
+# A side may be so many times the other: networks' images are resized by the short one, where a line would become gigabytes.
+THINNEST = 1000
+
+
 class BadImageError(Exception):
-    """A file that is no image, is cut short, or would unpack to too many pixels."""
+    """A file that is no image, is cut short, or would unpack or be resized to too many pixels."""
 
 
 def image_mode(channels: int) -> str:
@@ -48,6 +52,8 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int, *, as_stored:
         width, height = image.size
         if width * height > max_pixels:
             raise BadImageError(f"{width}×{height} pixels exceed data.max_pixels={max_pixels}")
+        if max(width, height) > THINNEST * min(width, height):
+            raise BadImageError(f"{width}×{height} pixels: one side is more than {THINNEST} times the other")
         image.load()
         return _eight_bits(image if as_stored else upright(image)).convert(mode)
     except FileNotFoundError as error:
