@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
+from nearsight.photographs import upright
 
-__all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad", "upright"]
+__all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad"]
 
 
 # `decode` has a limit of its own and says so in a sentence.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-# Of what else cameras write nothing is wanted but which side is up.
-warnings.filterwarnings("ignore", message="Corrupt EXIF data")
 
 
 # A side may be so many times the other: networks' images are resized by the short one, where a line would become gigabytes.
@@ -64,15 +63,6 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int, *, as_stored:
         raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         raise BadImageError(f"damaged ({error})") from error
-
-
-def upright(image: Image.Image) -> Image.Image:
-    """A photograph turned as its EXIF data say that the camera was held."""
-    try:
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        return ImageOps.exif_transpose(image) if turned else image
-    except Exception:  # whatever those data hold: the pixels are whole
-        return image
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
-from nearsight.train.data.images import upright
+from nearsight.photographs import upright
 
 __all__ = ["LIMITS", "MAX_BYTES", "MAX_PIXELS", "Shown", "built_in", "open_upload"]
 
