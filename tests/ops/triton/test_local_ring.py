@@ -1,6 +1,6 @@
 """Local attention's Gluon kernels, which no interpreter runs: compiled for an H200 and emulated, by nearsight's own launches.
 
-Whatever a call launches is emulated (`tests/support/ptx.py`): the kernels of the ring, and the sums of their shares.
+Whatever a call launches is emulated (`tests/support/ptx`): the kernels of the ring, and the sums of their shares.
 """
 
 import contextlib
