@@ -22,7 +22,8 @@ from torch._dynamo.utils import counters
 from nearsight.train import ahead, engine
 from nearsight.train.compilation import repeated_blocks
 from nearsight.train.config import RunConfig
-from nearsight.train.engine import Trainer, make_accelerator
+from nearsight.train.engine import Trainer
+from nearsight.train.process import make_accelerator
 from nearsight.train.tasks import task_class
 from tests.train.support import small
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nearsight.errors import UserError
-from nearsight.train import checkpoints, engine, state
+from nearsight.train import checkpoints, engine, process, state
 from nearsight.train.config import OptimizerConfig
 from nearsight.train.data.batches import Where
 from nearsight.train.engine import Trainer, fit
@@ -146,13 +146,13 @@ def test_batchnorms_of_several_processes_are_joined_when_asked(tmp_path: Path, m
         assert joined
         assert set(joined) == {wanted}
     monkeypatch.setattr(
-        engine, "Accelerator", lambda **keys: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+        process, "Accelerator", lambda **keys: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     )
     with pytest.raises(
         UserError, match=r"^model\.sync_bn: got true on CPUs, where torch cannot join BatchNorms; wanted f"
     ):
-        engine.make_accelerator(small(model={"sync_bn": True}))
-    engine.make_accelerator(small())
+        process.make_accelerator(small(model={"sync_bn": True}))
+    process.make_accelerator(small())
 
 
 def test_an_optimiser_comes_back_with_its_own_settings_and_memory() -> None:
@@ -262,17 +262,17 @@ def test_channels_last_checkpointing_and_compile(tmp_path: Path) -> None:
 def test_float32_stays_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate switches TF32 on where a network is compiled without mixed precision, and it stays on after the run."""
 
-    class Eager(engine.Accelerator):  # type: ignore[misc]
+    class Eager(process.Accelerator):  # type: ignore[misc]
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             torch.backends.cuda.matmul.allow_tf32 = True
 
-    monkeypatch.setattr(engine, "Accelerator", Eager)
+    monkeypatch.setattr(process, "Accelerator", Eager)
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         for allowed in (True, False):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            engine.make_accelerator(plain(model={"compile": True}))
+            process.make_accelerator(plain(model={"compile": True}))
             assert torch.backends.cuda.matmul.allow_tf32 == allowed
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import nearsight
 from nearsight.train.compilation import compile_blocks, compiling, repeated_blocks
 from nearsight.train.config import ModelConfig, RunConfig
+from nearsight.train.process import exactness, make_accelerator
 from nearsight.train.tasks import config_from, task_class
 
 __all__ = ["Ahead", "Call", "compile_share", "first_of_each_kind", "start"]
@@ -275,8 +276,6 @@ def _facts(value: Any) -> Any:
 
 def compile_share(config: RunConfig, share: int, of: int) -> int:
     """Compile every `of`-th kind from `share` on, forward and backward, as a training step would; how many."""
-    from nearsight.train.engine import exactness, make_accelerator
-
     accelerator = make_accelerator(config)
     task = task_class(config.task)
     network = _filled(task.facts(config).model, accelerator.device, config.model).train()
