@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from nearsight.ops import triton_support
+from nearsight.ops import first_calls
 from tests.support.compiled import watch_compilations
 
 # Triton keeps what it compiled per device.
@@ -52,7 +52,7 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", driver.get_current_device)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(triton_support, "_compiled", set())
-    monkeypatch.setattr(triton_support, "_traced", set())
+    monkeypatch.setattr(first_calls, "_compiled", set())
+    monkeypatch.setattr(first_calls, "_traced", set())
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     return driver

@@ -6,7 +6,7 @@ Compiled for an H200 by a driver without a GPU, which loads and launches nothing
 import pytest
 import torch
 
-from nearsight.ops import triton_support
+from nearsight.ops import first_calls
 
 pytest.importorskip("triton")
 
@@ -54,15 +54,15 @@ def test_an_error_shows_where_the_kernel_is_launched(driver):
     from nearsight.ops.explicit import kernels
 
     def launches():
-        triton_support.launch(kernels.add_shares, (1,), *[torch.empty(4, device="meta")] * 4, 1, 1, 0.5, BLOCK=3)
+        first_calls.launch(kernels.add_shares, (1,), *[torch.empty(4, device="meta")] * 4, 1, 1, 0.5, BLOCK=3)
 
-    triton_support.compile_together("wrong", launches)
+    first_calls.compile_together("wrong", launches)
     with pytest.raises(Exception, match=r"tl\.zeros"):
         launches()
 
 
 def test_what_only_a_thread_got_wrong_is_mended_before_the_first_launch(driver, monkeypatch):
-    kept, done = triton_support._Loader.submit, []
+    kept, done = first_calls._Loader.submit, []
 
     def fails_once(self, compile_kernel):
         def compile_or_fail():
@@ -73,7 +73,7 @@ def test_what_only_a_thread_got_wrong_is_mended_before_the_first_launch(driver, 
 
         return kept(self, compile_or_fail)
 
-    monkeypatch.setattr(triton_support._Loader, "submit", fails_once)
+    monkeypatch.setattr(first_calls._Loader, "submit", fails_once)
     forward((7, 14), trains=True)
     assert sorted(driver.compiled) == ["add_shares", "whole_backward", "whole_forward"]
     assert driver.launched == ["whole_forward"]
@@ -84,7 +84,7 @@ def test_an_interrupt_leaves_nothing_switched_on(driver):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        triton_support.compile_together("interrupted", launches)
+        first_calls.compile_together("interrupted", launches)
     forward((5, 5), trains=False)
     assert driver.launched == ["whole_forward"]
 
@@ -92,7 +92,7 @@ def test_an_interrupt_leaves_nothing_switched_on(driver):
 @pytest.mark.parametrize("shift", [0, 3])
 def test_a_stand_in_has_the_strides_and_the_alignment(shift):
     tensor = torch.zeros(200, dtype=torch.bfloat16)[shift:].as_strided((3, 5, 4), (40, 7, 1))
-    stand_in = triton_support.meta_like(tensor)
+    stand_in = first_calls.meta_like(tensor)
     assert stand_in.is_meta
     assert stand_in.stride() == tensor.stride()
     assert stand_in.dtype == tensor.dtype

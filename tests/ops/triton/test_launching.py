@@ -240,7 +240,7 @@ def test_a_profiler_sees_triton_launch():
 
 
 def test_all_launches_are_seen():
-    """A replay lacks what was launched past `triton_support.launch`."""
+    """A replay lacks what was launched past `first_calls.launch`."""
     folder = Path(launching.__file__).parent
     files = [file for part in ("local", "qna", "explicit", "sums") for file in (folder / part).rglob("*.py")]
     past = [str(file) for file in files if re.search(r"kernels\.\w+\[", file.read_text())]

@@ -89,7 +89,7 @@ def emulator(tmp_path_factory):
     """One for all tests here, so that a kernel is compiled once."""
     import triton
 
-    from nearsight.ops import triton_support
+    from nearsight.ops import first_calls
     from nearsight.ops.local import launches, triton_impl
 
     emulator = Emulator(tmp_path_factory.mktemp("triton"))
@@ -98,7 +98,7 @@ def emulator(tmp_path_factory):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "current_device", emulator.get_current_device)
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        patch.setattr(triton_support, "_compiled", set())
+        patch.setattr(first_calls, "_compiled", set())
         patch.setattr(triton.runtime.driver, "_active", emulator)
         patch.setattr(triton_impl, "common_refusal", lambda *_: None)
         patch.setattr(launches, "_has_copy_engine", lambda index: True)
@@ -106,7 +106,7 @@ def emulator(tmp_path_factory):
         patch.setattr(launches, "RING", True)
         # Tensors of the CPU are taken for those of a GPU.
         may_ring = launches._may_ring
-        patch.setattr(launches, "_may_ring", lambda call, *more: may_ring(launches._stand_in(call), *more))
+        patch.setattr(launches, "_may_ring", lambda call, *more: may_ring(first_calls.stand_in(call), *more))
         yield emulator
 
 

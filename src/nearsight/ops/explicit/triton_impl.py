@@ -6,7 +6,6 @@ direction (`whole/`: a small map) or through axis products (`axes/`: all else).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from nearsight.ops.dispatch import refuse_second_derivatives
 from nearsight.ops.explicit import axes, nodes, problem, whole
 from nearsight.ops.explicit.call import OP, SEPARABLE_KINDS, ExplicitCall
+from nearsight.ops.first_calls import class_of, compile_together, gradient_traced, launch, stand_in, trains
 from nearsight.ops.launching import replayed
-from nearsight.ops.triton_support import common_refusal, compile_together, gradient_traced, launch, meta_like, trains
+from nearsight.ops.triton_support import common_refusal
 
 __all__ = ["refusal", "run"]
 
@@ -88,27 +88,19 @@ def _forward(
     if values.numel() > 0:
         p = problem.make(values.flatten(3), radius, key_mask, gaussian, offset)
         wanted = want_radius or trains(OP, (values,))
-        compile_together(_class_of(p, wanted, want_radius), lambda: _compile(p, wanted, want_radius))
+        compile_together(class_of(OP, *p, wanted, want_radius), lambda: _compile(p, wanted, want_radius))
         _launch_forward(p, *outputs)
     return outputs
 
 
-def _class_of(p: problem.Problem, *what: bool) -> Hashable:
-    """All that the choice of kernels may depend on."""
-    tensors = tuple((t.shape[1:], t.stride(), t.data_ptr() % 16) for t in (p.values, *p.mask[:1]))
-    return (p.values.device, p.values.dtype, p.heads, p.gaussian, p.offset, p.key_mask is None, *tensors, *what)
-
-
 def _compile(p: problem.Problem, gradients: bool, want_radius: bool) -> None:
     """Launch on tensors without memory what a call launches, and what its gradient will."""
-    values, radius = meta_like(p.values), meta_like(p.radius)
-    mask = None if p.key_mask is None else meta_like(p.key_mask)
-    p = problem.make(values, radius, mask, p.gaussian, p.offset)
-    heads = values.unflatten(3, (p.heads, -1))
-    out, slopes, buffer = _empty_outputs(heads, radius, mask, p.gaussian, p.offset, want_radius)
+    p = stand_in(p)
+    heads = p.values.unflatten(3, (p.heads, -1))
+    out, slopes, buffer = _empty_outputs(heads, p.radius, p.key_mask, p.gaussian, p.offset, want_radius)
     _launch_forward(p, out, slopes, buffer)
     if gradients:
-        _launch_backward(p, out.flatten(3), slopes, buffer, out, torch.empty_like(radius), want_radius)
+        _launch_backward(p, out.flatten(3), slopes, buffer, out, torch.empty_like(p.radius), want_radius)
 
 
 def _launch_forward(p: problem.Problem, out: Tensor, slopes: Tensor, buffer: Tensor) -> None:

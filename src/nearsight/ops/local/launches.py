@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from nearsight.ops.local.call import LocalCall
+from nearsight.ops.first_calls import class_of, compile_together, meta_like, stand_in
+from nearsight.ops.first_calls import launch as launch_kernel
+from nearsight.ops.local.call import OP, LocalCall
 from nearsight.ops.local.fitting import fitted
 from nearsight.ops.local.geometry import Geometry, in_one_walk, plan
 from nearsight.ops.local.ring_launches import launch_ring, ring_walk
 from nearsight.ops.local.sum_launches import add_shares, empty_share, sum_relative, too_many
-from nearsight.ops.triton_support import (
-    INT32_LIMIT,
-    INTERPRETED,
-    compile_together,
-    dot_precision,
-    meta_like,
-    next_power_of_two,
-    register_cap,
-)
-from nearsight.ops.triton_support import launch as launch_kernel
+from nearsight.ops.triton_support import INT32_LIMIT, INTERPRETED, dot_precision, next_power_of_two, register_cap
 
 __all__ = ["Gradients", "Launch", "Read", "attend", "empty_outputs", "gradients", "prepare_launch"]
 
@@ -229,8 +222,8 @@ def attend(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> tu
     """
     out, lse = empty_outputs(call.q)
     if out.numel() > 0:
-        compile_together(_class_of(call, into is not None), lambda: _compile(call, into))
-        key = _class_of(call, "forward")
+        compile_together(class_of(OP, *call, into is not None), lambda: _compile(call, into))
+        key = class_of(OP, *call, "forward")
         fitted(key, call, lambda lean: _or_without_ring(lambda: _launch_forward(call, out, lse, lean)))
     return out, lse
 
@@ -240,22 +233,9 @@ def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
-def _class_of(call: LocalCall, *what: Any) -> Hashable:
-    """All that the choice of kernels may depend on."""
-    tensors = (None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in call[:6])
-    return (call.q.device, *tensors, *call[6:], *what)
-
-
-def _stand_in(call: LocalCall) -> LocalCall:
-    q, k, v, rel_row, rel_col, key_mask, *_ = call
-    optional = (None if t is None else meta_like(t) for t in (k, rel_row, rel_col, key_mask))
-    k, rel_row, rel_col, key_mask = optional
-    return call._replace(q=meta_like(q), k=k, v=meta_like(v), rel_row=rel_row, rel_col=rel_col, key_mask=key_mask)
-
-
 def _compile(call: LocalCall, into: Callable[[LocalCall], Gradients] | None) -> None:
     """Launch on tensors without memory what a call launches, and what its gradient will."""
-    call = _stand_in(call)
+    call = stand_in(call)
     out, lse = empty_outputs(call.q)
     _launch_forward(call, out, lse)
     if into is not None:
@@ -302,10 +282,9 @@ def gradients(call: LocalCall, grad: Tensor, out: Tensor, lse: Tensor, into: Gra
         return tables
 
     def compile_own() -> None:  # a compiled graph's forward may not know that a backward follows
-        places = Gradients(meta_like(into.q), None if into.k is None else meta_like(into.k), meta_like(into.v))
-        _launch_gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse), places)
+        _launch_gradients(stand_in(call), meta_like(grad), meta_like(out), meta_like(lse), stand_in(into))
 
-    key = _class_of(call, "gradients")
+    key = class_of(OP, *call, "gradients")
     compile_together(key, compile_own)
     return fitted(key, call, lambda lean: _or_without_ring(lambda: _launch_gradients(call, grad, out, lse, into, lean)))
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearsight.ops.first_calls import launch as launch_kernel
 from nearsight.ops.launching import beside, join
 from nearsight.ops.local.geometry import ceil_div
 from nearsight.ops.local.sum_launches import add_shares, empty_share
-from nearsight.ops.triton_support import launch as launch_kernel
 from nearsight.ops.triton_support import multiprocessors
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nearsight.ops.first_calls import launch as launch_kernel
 from nearsight.ops.local.geometry import ceil_div
 from nearsight.ops.sums import add_rows
-from nearsight.ops.triton_support import launch as launch_kernel
 from nearsight.ops.triton_support import next_power_of_two
 
 if TYPE_CHECKING:

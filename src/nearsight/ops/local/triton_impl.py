@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nearsight.ops.dispatch import full_precision, refuse_second_derivatives
+from nearsight.ops.first_calls import gradient_traced, trains
 from nearsight.ops.launching import replayed
 from nearsight.ops.local.call import OP, LocalCall
 from nearsight.ops.local.launches import Gradients, attend, empty_outputs, gradients
-from nearsight.ops.triton_support import common_refusal, gradient_traced, trains
+from nearsight.ops.triton_support import common_refusal
 
 __all__ = ["refusal", "run", "run_projected"]
 

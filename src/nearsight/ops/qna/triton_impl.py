@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearsight.ops.dispatch import refuse_second_derivatives
+from nearsight.ops.first_calls import class_of, compile_together, gradient_traced, launch, meta_like, stand_in, trains
 from nearsight.ops.launching import replayed
 from nearsight.ops.qna.call import OP, QnACall
 from nearsight.ops.qna.geometry import (
@@ -25,15 +26,10 @@ from nearsight.ops.sums import sum_rows
 from nearsight.ops.triton_support import (
     INT32_LIMIT,
     common_refusal,
-    compile_together,
     early_launch,
-    gradient_traced,
-    launch,
-    meta_like,
     multiprocessors,
     next_power_of_two,
     register_cap,
-    trains,
 )
 
 __all__ = ["Problem", "launch_backward", "launch_delta", "launch_forward", "refusal", "run"]
@@ -312,37 +308,21 @@ def _forward(
         given = (bias is not None, scale is not None)
         p = _problem(scores, values, tables, *given, key_mask, window, stride, stack)
         wanted = trains(OP, (scores, values), position_bias, tap_scale)
-        compile_together(_class_of(p, bias, scale, wanted), lambda: _compile(p, bias, scale, wanted))
+        compile_together(class_of(OP, *p, bias, scale, wanted), lambda: _compile(p, bias, scale, wanted))
         _launch_pack(bias, scale, tables, scores)
         launch_forward(p, out, lse)
     return out, lse, tables
 
 
-def _class_of(p: Problem, *more: Tensor | bool | None) -> Hashable:
-    """All that the choice of kernels may depend on."""
-    tensors = (p.scores, p.values, p.key_mask, *more)
-    options = (tuple(p.window), tuple(p.stride), p.stack, p.biased, p.scaled)
-    return (*options, *(_kind(t) if isinstance(t, Tensor) else t for t in tensors))
-
-
-def _kind(tensor: Tensor) -> Hashable:
-    return tensor.device, tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16
-
-
 def _compile(p: Problem, bias: Tensor | None, scale: Tensor | None, gradients: bool) -> None:
     """Launch on tensors without memory what a call launches, and what its gradient will."""
     bias, scale = (None if table is None else meta_like(table) for table in (bias, scale))
-    p = _stand_in(p)
+    p = stand_in(p)
     out, lse, _ = _empty_outputs(p.scores, p.values, bias, scale, p.key_mask, p.window, p.stride, p.stack)
     _launch_pack(bias, scale, p.tables, p.scores)
     launch_forward(p, out, lse)
     if gradients:
         _launch_gradients(p, out, lse)
-
-
-def _stand_in(p: Problem) -> Problem:
-    mask = None if p.key_mask is None else meta_like(p.key_mask)
-    return p._replace(scores=meta_like(p.scores), values=meta_like(p.values), tables=meta_like(p.tables), key_mask=mask)
 
 
 @_forward.register_fake
@@ -403,12 +383,12 @@ def _backward(
     p = _problem(scores, values, tables, biased, scaled, key_mask, window, stride, stack)
     grad = grad.contiguous()
     # A compiled graph's forward may not know that a backward follows.
-    compile_together(_class_of(p, grad), lambda: _compile_gradients(p, grad, lse))
+    compile_together(class_of(OP, *p, grad), lambda: _compile_gradients(p, grad, lse))
     return _launch_gradients(p, grad, lse)
 
 
 def _compile_gradients(p: Problem, grad: Tensor, lse: Tensor) -> None:
-    _launch_gradients(_stand_in(p), meta_like(grad), meta_like(lse))
+    _launch_gradients(stand_in(p), meta_like(grad), meta_like(lse))
 
 
 def _launch_gradients(p: Problem, grad: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearsight.ops.first_calls import launch
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two, register_cap
+from nearsight.ops.triton_support import dot_precision, next_power_of_two, register_cap
 
 __all__ = [
     "KeyTile",

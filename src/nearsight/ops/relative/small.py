@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearsight.ops.first_calls import launch
 from nearsight.ops.relative.launches import RelativeCall, empty_outputs, padded, per_head
 from nearsight.ops.sums import sum_rows
-from nearsight.ops.triton_support import dot_precision, launch, next_power_of_two, register_cap
+from nearsight.ops.triton_support import dot_precision, next_power_of_two, register_cap
 
 __all__ = ["attend", "fits", "gradients"]
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearsight.ops.dispatch import refuse_second_derivatives
+from nearsight.ops.first_calls import class_of, compile_together, gradient_traced, meta_like, stand_in, trains
 from nearsight.ops.launching import replayed
 from nearsight.ops.relative import launches, small
 from nearsight.ops.relative.launches import RelativeCall, empty_outputs, make_call, padded
-from nearsight.ops.triton_support import (
-    common_refusal,
-    compile_together,
-    gradient_traced,
-    meta_like,
-    shared_memory,
-    trains,
-)
+from nearsight.ops.triton_support import common_refusal, shared_memory
 
 __all__ = ["longest_side", "refusal", "run"]
 
@@ -125,7 +118,7 @@ def _forward_op(
     call = make_call(packed, rel_row, rel_col, key_mask, heads, dim, height, scale)
     if packed.numel():
         wanted = trains(OP, (packed, rel_row, rel_col))
-        compile_together(_class_of(call, wanted), lambda: _compile(call, wanted))
+        compile_together(class_of(OP, *call, wanted), lambda: _compile(call, wanted))
     found: tuple[Tensor, Tensor] = _kernels_of(call).attend(call)
     return found
 
@@ -135,24 +128,8 @@ def _kernels_of(call: RelativeCall) -> Any:
     return small if small.fits(call) else launches
 
 
-def _class_of(call: RelativeCall, *what: Any) -> Hashable:
-    """All that the choice of kernels may depend on."""
-    tensors = (
-        None if t is None else (t.device, t.dtype, t.shape[1:], t.stride(), t.data_ptr() % 16)
-        for t in (call.packed, call.rel_row, call.rel_col, call.mask)
-    )
-    return ("relative", *tensors, call.rel_row.shape[0], call.rel_col.shape[0], *call[4:], *what)
-
-
-def _stand_in(call: RelativeCall) -> RelativeCall:
-    """The call on tensors without memory."""
-    mask = None if call.mask is None else meta_like(call.mask)
-    packed, rel_row, rel_col = (meta_like(t) for t in call[:3])
-    return call._replace(packed=packed, rel_row=rel_row, rel_col=rel_col, mask=mask)
-
-
 def _compile(call: RelativeCall, gradients: bool) -> None:
-    call = _stand_in(call)
+    call = stand_in(call)
     out, lse = _kernels_of(call).attend(call)
     if gradients:
         _kernels_of(call).gradients(call, out, out, lse)
@@ -203,9 +180,9 @@ def _launch_backward(
     call = make_call(packed, rel_row, rel_col, key_mask, *options)
 
     def compile_own() -> None:  # a compiled graph's forward may not know that a backward follows
-        _kernels_of(call).gradients(_stand_in(call), meta_like(grad), meta_like(out), meta_like(lse))
+        _kernels_of(call).gradients(stand_in(call), meta_like(grad), meta_like(out), meta_like(lse))
 
-    compile_together(_class_of(call, "gradients"), compile_own)
+    compile_together(class_of(OP, *call, "gradients"), compile_own)
     found: tuple[Tensor, Tensor] = _kernels_of(call).gradients(call, grad, out, lse)
     return found
 

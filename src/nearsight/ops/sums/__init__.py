@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearsight.ops.triton_support import early_launch, launch
+from nearsight.ops.first_calls import launch
+from nearsight.ops.triton_support import early_launch
 
 __all__ = ["add_rows", "sum_rows"]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from nearsight.ops.dispatch import full_precision
 from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import launch, next_power_of_two
+from nearsight.ops.first_calls import launch
+from nearsight.ops.triton_support import next_power_of_two
 
 __all__ = ["Tables", "Tile", "backward", "forward", "prepare", "product_dtype", "share_count", "tile"]
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nearsight.ops.explicit.problem import Problem, Spec
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import launch, next_power_of_two, register_cap
+from nearsight.ops.first_calls import launch
+from nearsight.ops.triton_support import next_power_of_two, register_cap
 
 __all__ = ["Tables", "backward", "can_run", "forward", "least_radius", "prepare", "share_count", "slopes_shape"]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nearsight.ops.explicit.problem import Problem
 from nearsight.ops.explicit.reference import smallest_normaliser
-from nearsight.ops.triton_support import launch, next_power_of_two
+from nearsight.ops.first_calls import launch
+from nearsight.ops.triton_support import next_power_of_two
 
 __all__ = ["LARGEST", "backward", "forward", "share_count"]
 
