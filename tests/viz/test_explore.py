@@ -179,7 +179,7 @@ def test_uploads_become_upright_rgb(tmp_path):
     assert keyed.image.getpixel((0, 0)) == (255, 255, 255)
     deep = Image.fromarray(np.linspace(0, 60000, 8, dtype=np.uint16).reshape(2, 4))
     grey = np.asarray(open_upload(save(deep, tmp_path / "deep.png")).image)[..., 0]
-    assert (grey[0, 0], grey[1, 3]) == (0, 255)
+    assert (grey[0, 0], grey[1, 3]) == (0, 60000 >> 8)  # as networks are given them
     assert (np.diff(grey.ravel().astype(int)) > 0).all()
     large = open_upload(save(Image.new("L", (3000, 10)), tmp_path / "wide.png"))
     assert large.image.size == (images.MAX_SIDE, 3)
@@ -208,6 +208,11 @@ def test_bad_uploads_are_answered_with_a_sentence(tmp_path, monkeypatch):
     bomb = promise(60_000, 60_000, tmp_path / "bomb.png")
     with pytest.raises(UserError, match=r"^bomb\.png has far too many pixels; wanted"):
         open_upload(bomb)
+    depth = save(Image.fromarray(np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)), tmp_path / "depth.tiff")
+    with pytest.raises(
+        UserError, match=r"^depth\.tiff holds 32 bits a pixel \(PIL's mode F\), .+ is white; wanted PNG"
+    ):
+        open_upload(depth)
     monkeypatch.setattr(images, "MAX_BYTES", 10)
     with pytest.raises(UserError, match=r"^words\.png has 0\.0 MB; wanted"):
         open_upload(text)

@@ -279,6 +279,26 @@ def test_sixteen_bits_a_pixel_keep_their_greys() -> None:
             decode(file(levels, "TIFF"), "L", 100)
 
 
+def test_what_is_transparent_is_white() -> None:
+    from nearsight.train.data.images import decode
+
+    def file(image: Image.Image, **options: Any) -> bytes:
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", **options)
+        return buffer.getvalue()
+
+    half = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    half.putpixel((1, 0), (255, 0, 0, 204))
+    assert np.asarray(decode(file(half), "RGB", 100)).tolist() == [[[255] * 3, [255, 51, 51]]]
+    grey = Image.new("LA", (2, 1), (0, 0))
+    grey.putpixel((1, 0), (100, 255))
+    assert np.asarray(decode(file(grey), "L", 100)).tolist() == [[255, 100]]
+    palette = Image.new("P", (1, 1), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    assert decode(file(palette, transparency=1), "RGB", 100).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(file(palette), "RGB", 100).getpixel((0, 0)) == (255, 0, 0)
+
+
 def test_photographs_are_upright() -> None:
     from nearsight.train.data.images import decode
 

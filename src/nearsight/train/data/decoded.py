@@ -30,6 +30,7 @@ __all__ = ["eval_transform", "materialise", "train_transform"]
 SMALL = 96  # pixels a side
 MANY = 10_000
 CHUNK = 500
+DECODING = 2  # to be counted up when `images.decode` makes other pixels of the same bytes
 
 
 def eval_transform(data: DataConfig) -> Callable[[Any], Any]:
@@ -91,7 +92,7 @@ def materialise(split: Split, data: DataConfig) -> tuple[Tensor, Tensor, list[st
     key = split.key()
     file = None
     if key is not None and data.cache:
-        how = f"{key}\nupright {data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
+        how = f"{key}\n{DECODING} {data.image_size} {data.channels} {data.crop_pct} {data.interpolation} {data.max_pixels}"
         file = cache_folder() / f"{hashlib.blake2b(how.encode(), digest_size=16).hexdigest()}.safetensors"
         kept = _cached(file)
         if kept is not None:

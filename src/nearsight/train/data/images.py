@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
-from nearsight.photographs import upright
+from nearsight.photographs import UnknownRangeError, plain, upright
 
 __all__ = ["BadImageError", "LeftOut", "decode", "image_mode", "refuse_bad"]
 
@@ -54,24 +53,17 @@ def decode(source: bytes | Path | Any, mode: str, max_pixels: int, *, as_stored:
         if max(width, height) > THINNEST * min(width, height):
             raise BadImageError(f"{width}×{height} pixels: one side is more than {THINNEST} times the other")
         image.load()
-        return _eight_bits(image if as_stored else upright(image)).convert(mode)
+        return plain(image if as_stored else upright(image), mode)
     except FileNotFoundError as error:
         raise BadImageError("missing") from error
     except UnidentifiedImageError as error:
         raise BadImageError("not an image") from error
+    except UnknownRangeError as error:
+        raise BadImageError(str(error)) from error
     except Image.DecompressionBombError as error:
         raise BadImageError(f"more pixels than data.max_pixels={max_pixels}") from error
     except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
         raise BadImageError(f"damaged ({error})") from error
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey levels of 16 bits at 8, where PIL would cut them off at 255; numbers without a range are refused."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise BadImageError(f"32 bits a pixel (PIL's mode {image.mode}), of which nobody knows what is white")
-    return image
 
 
 class LeftOut:

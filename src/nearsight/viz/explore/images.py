@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from nearsight.errors import UserError
-from nearsight.photographs import upright
+from nearsight.photographs import UnknownRangeError, plain, upright
 
 __all__ = ["LIMITS", "MAX_BYTES", "MAX_PIXELS", "Shown", "built_in", "open_upload"]
 
@@ -49,33 +49,23 @@ def open_upload(path: str | Path) -> Shown:
         with warnings.catch_warnings():
             # The pixels are counted here, before any is unpacked.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(path, formats=FORMATS)
+            image: Image.Image = Image.open(path, formats=FORMATS)
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise UserError(f"{name} has {width}×{height} pixels; wanted {LIMITS}")
         image.draft("RGB", (2 * MAX_SIDE, 2 * MAX_SIDE))
         image.load()
+        image = plain(upright(image), "RGB")
+    except UnknownRangeError as error:
+        raise UserError(f"{name} holds {error}; wanted {LIMITS}") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} has far too many pixels; wanted {LIMITS}") from error
     except UnidentifiedImageError as error:
         raise UserError(f"{name} is not an image that can be read; wanted {LIMITS}") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{name} is damaged ({str(error).rstrip('.')}); wanted {LIMITS}") from error
-    plain = _plain(upright(image))
-    plain.thumbnail((MAX_SIDE, MAX_SIDE))
-    return Shown(name, plain)
-
-
-def _plain(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent becomes white, 16 bits become 8."""
-    if image.mode.startswith("I") or image.mode == "F":
-        numbers = np.asarray(image, dtype=np.float64)
-        low, high = float(numbers.min()), float(numbers.max())
-        image = Image.fromarray(((numbers - low) * (255 / ((high - low) or 1.0))).astype(np.uint8))
-    if "A" in image.getbands() or "transparency" in image.info:
-        with_alpha = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha)
-    return image.convert("RGB")
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    return Shown(name, image)
 
 
 @lru_cache(maxsize=1)
