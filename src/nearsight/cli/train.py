@@ -174,12 +174,18 @@ def _preview(config: Any, as_json: bool) -> None:
         ("learning rate", spark([lr for _, lr in facts["lr_curve"]])),
         ("parameters", f"{facts['parameters']:,}"),
         ("weights, gradients, moments", _mebibytes(memory["weights_and_moments"])),
-        ("activations (estimate)", _mebibytes(memory["activations"])),
+        ("activations (estimate)", _activations(memory["activations"], memory["activations_with_kernels"])),
     ]
     out = console()
     out.print(table(config.model.name, ("what", "value"), shown))
     for note in facts["notes"]:
         out.print(note, markup=False)
+
+
+def _activations(plain: int | None, with_kernels: int | None) -> str:
+    if plain == with_kernels:
+        return _mebibytes(plain)
+    return f"{_mebibytes(with_kernels)} with the kernels for GPUs, {_mebibytes(plain)} without"
 
 
 def _mebibytes(count: int | None) -> str:

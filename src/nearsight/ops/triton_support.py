@@ -7,9 +7,12 @@ imported inside the functions that launch.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ __all__ = [
     "early_launch",
     "multiprocessors",
     "next_power_of_two",
+    "planned_for_gpus",
     "register_cap",
     "shared_memory",
 ]
@@ -43,11 +47,13 @@ def common_refusal(tensor: Tensor, *others: Tensor | None) -> str | None:
     """
     if exporting():
         return "needs a call that runs, got one that is being exported"
-    if not HAS_TRITON:
+    device = tensor.device.type
+    planned = device == "meta" and _planning.get()
+    if not (HAS_TRITON or planned):
         return "needs the triton package, got a Python without it; install triton"
-    if tensor.device.type != "cuda" and not (INTERPRETED and tensor.device.type == "cpu"):
-        return f"needs CUDA tensors, got {tensor.device.type}"
-    if tensor.device.type == "cuda" and _capability(tensor.device.index or 0) < (8, 0):
+    if not (device == "cuda" or planned or (INTERPRETED and device == "cpu")):
+        return f"needs CUDA tensors, got {device}"
+    if device == "cuda" and _capability(tensor.device.index or 0) < (8, 0):
         return f"needs a GPU of compute capability 8.0 or later, got {_capability(tensor.device.index or 0)}"
     if tensor.dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got {str(tensor.dtype).removeprefix('torch.')}"
@@ -55,6 +61,20 @@ def common_refusal(tensor: Tensor, *others: Tensor | None) -> str | None:
         if each is not None and (_image_reach(each) >= INT32_LIMIT or _image_size(each) > INT32_LIMIT):
             return f"needs images of fewer than 2³¹ elements, got shape {list(each.shape)}"
     return transform_refusal()
+
+
+# Whether tensors without memory stand for a GPU's.
+_planning: contextvars.ContextVar[bool] = contextvars.ContextVar("nearsight_planning", default=False)
+
+
+@contextlib.contextmanager
+def planned_for_gpus() -> Iterator[None]:
+    """Calls on the meta device take meanwhile the way that they would take on a GPU with Triton, were it here or not."""
+    before = _planning.set(True)
+    try:
+        yield
+    finally:
+        _planning.reset(before)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nearsight.ops.triton_support import planned_for_gpus
 from nearsight.train.config import RunConfig
 from nearsight.train.data.batches import Where, count_batches
 from nearsight.train.schedule import learning_rates, scaled_lr
@@ -44,16 +45,22 @@ def preview(config: Any, world: int = 1) -> dict[str, Any]:
 def memory_estimate(
     model: nn.Module, forward: Callable[[], Any] | None, config: RunConfig, batch: int
 ) -> dict[str, int | None]:
-    """Bytes of weights, gradients, moments and averages, and of the activations a backward pass keeps for one micro-batch.
+    """Bytes of weights, gradients, moments and averages, and of the activations a backward pass keeps for one micro-batch: by
+    torch's own operators, as on a CPU, and with the kernels for GPUs.
 
     `forward` runs the model on two images, on the meta device.
     """
     weights = sum(p.numel() * 4 for p in model.parameters())
     copies = 2 + MOMENTS.get(config.optimizer.name, 2) + (config.ema.decay is not None)
-    two = None if forward is None else activation_bytes(model, forward)
     half = 0.5 if config.train.precision != "fp32" else 1.0
-    kept = None if two is None else round(two / 2 * batch * half)
-    return {"weights_and_moments": weights * copies, "activations": kept}
+
+    def kept() -> int | None:
+        two = None if forward is None else activation_bytes(model, forward)
+        return None if two is None else round(two / 2 * batch * half)
+
+    with planned_for_gpus():
+        by_kernels = kept()
+    return {"weights_and_moments": weights * copies, "activations": kept(), "activations_with_kernels": by_kernels}
 
 
 def activation_bytes(model: nn.Module, forward: Callable[[], Any]) -> int | None:

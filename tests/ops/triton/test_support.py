@@ -88,6 +88,19 @@ def test_refuses_to_be_exported_and_to_run_without_triton(monkeypatch):
     assert common_refusal(stand_in(1)) == "needs the triton package, got a Python without it; install triton"
 
 
+def test_tensors_without_memory_may_stand_for_a_gpus(monkeypatch):
+    """To count what a network keeps there: with Triton, whether it is here or not."""
+    monkeypatch.setattr(triton_support, "HAS_TRITON", False)
+    with triton_support.planned_for_gpus():
+        assert common_refusal(stand_in(1, "meta")) is None
+        assert common_refusal(stand_in(1)).startswith("needs the triton package")
+        assert common_refusal(torch.zeros(1, dtype=torch.float64, device="meta")).startswith("needs float32, bfloat16")
+    monkeypatch.setattr(triton_support, "HAS_TRITON", True)
+    assert common_refusal(stand_in(1, "meta")) == "needs CUDA tensors, got meta"
+    with triton_support.planned_for_gpus():
+        assert common_refusal(stand_in(1)) == "needs CUDA tensors, got cpu"
+
+
 def test_float32_products_are_float32():
     assert dot_precision(torch.float32) == ("tf32x3" if torch.version.hip is None else "ieee")
 
