@@ -439,6 +439,41 @@ def test_steps_counted_anew_do_not_fall_behind_the_old_ones(tmp_path: Path) -> N
     assert checkpoints.find(tmp_path, which="last").step == 4
 
 
+def test_steps_counted_anew_do_not_mix_with_later_old_ones(tmp_path: Path) -> None:
+    fit(small(checkpoint={"every_steps": 2, "keep": 9}), tmp_path, quiet=True)
+    half = small(data={"batch_size": 32})
+    # As far as step 2 of 64 images is step 4 of 32; the old step 4 is twice as far.
+    Trainer(half, tmp_path, resume=checkpoints.listed(tmp_path)[0], quiet=True).report.close()
+    assert [p.name[-1] for p in checkpoints.listed(tmp_path)] == ["2"]
+
+
+def test_a_resumed_run_with_other_images_keeps_its_epoch(tmp_path: Path) -> None:
+    """It went by the old steps: fewer images ended the run early, and in the middle of an epoch it never ended."""
+    long = {"schedule": {"epochs": 3}, "checkpoint": {"every_steps": 9, "keep": 9}, "ema": {"decay": None}}
+    fit(small(**long, train={"max_steps": 42}), tmp_path, quiet=True)
+    fewer = small(**long, train={"max_steps": None}, data={"holdout": 0.8})
+    places = []
+    for path in checkpoints.listed(tmp_path)[::-1]:
+        trainer = Trainer(fewer, tmp_path / "other", resume=path, quiet=True)
+        trainer.report.close()
+        places.append((trainer.place.step, trainer.place.epoch, trainer.place.in_epoch))
+    # 21 steps in an epoch before, 4 now.
+    assert places == [(8, 2, 0), (8, 1, 4), (8, 1, 4), (4, 1, 0), (4, 0, 4), (4, 0, 4)]
+    assert fit(fewer, tmp_path, resume=checkpoints.listed(tmp_path)[-2], quiet=True).step == 12
+
+
+def test_a_run_goes_not_on_in_the_folder_of_another(tmp_path: Path) -> None:
+    """What it saved was deleted at once: the other run's checkpoints had higher steps."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    fit(small(train={"max_steps": 1}), one, quiet=True)
+    fit(small(train={"max_steps": 2}), two, quiet=True)
+    with pytest.raises(
+        UserError, match=r"run .*two has checkpoints already; go on with --resume .*two or name another"
+    ):
+        fit(small(train={"max_steps": 2}), two, resume=one, quiet=True)
+    assert fit(small(train={"max_steps": 2}), tmp_path / "three", resume=one, quiet=True).step == 2
+
+
 def test_a_run_that_is_done_says_so(tmp_path: Path, capsys: Any) -> None:
     done = fit(small(), tmp_path, quiet=True)
     again = fit(small(), tmp_path, resume=tmp_path)

@@ -25,6 +25,7 @@ from nearsight.errors import UserError, did_you_mean, disk_full
 
 __all__ = [
     "Checkpoint",
+    "belongs",
     "best",
     "cannot_write",
     "clean",
@@ -243,6 +244,11 @@ def _folders(run: Path) -> list[Path]:
 def listed(run: str | Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
     return _folders(Path(run))
+
+
+def belongs(checkpoint: Path, run: Path) -> bool:
+    """Whether a checkpoint's folder is one of a run's own."""
+    return checkpoint.resolve().parent == (run / FOLDER).resolve()
 
 
 def best(run: str | Path) -> Path | None:

@@ -269,12 +269,9 @@ class Trainer:
         if saved["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
         self.skipped = saved["skipped"]
-        if saved["images_per_step"] == self.images_per_step:
-            self.place = _Place(saved["step"], saved["epoch"], saved["in_epoch"])
-        else:  # another number of processes or another batch: the same share of the same epoch
-            in_epoch = saved["in_epoch"] * saved["images_per_step"] // self.images_per_step
-            in_epoch = min(in_epoch, self.steps_per_epoch)
-            self.place = _Place(saved["epoch"] * self.steps_per_epoch + in_epoch, saved["epoch"], in_epoch)
+        # With another number of processes, another batch or other images: as many images into the same epoch.
+        in_epoch = min(saved["in_epoch"] * saved["images_per_step"] // self.images_per_step, self.steps_per_epoch)
+        self.place = _Place(saved["epoch"] * self.steps_per_epoch + in_epoch, saved["epoch"], in_epoch)
         generators = checkpoint.tensors("random")
         prefix = f"{self.where.rank}."
         own = {key.removeprefix(prefix): value for key, value in generators.items() if key.startswith(prefix)}
@@ -284,12 +281,13 @@ class Trainer:
 
     def _leave_later_ones(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Going on from an earlier step, or counting steps of another size, the run's later checkpoints are not its own."""
-        if checkpoint.path.resolve().parent != (self.run / checkpoints.FOLDER).resolve():
+        if not checkpoints.belongs(checkpoint.path, self.run):
             return
         self.accelerator.wait_for_everyone()  # the others may still be reading
-        moved = checkpoints.set_aside_later(self.run, self.place.step) if self.leader else []
+        last = min(checkpoint.step, self.place.step)
+        moved = checkpoints.set_aside_later(self.run, last) if self.leader else []
         if moved:
-            self._note(f"set aside what came after step {self.place.step}: {', '.join(map(str, moved))}")
+            self._note(f"set aside what came after step {last}: {', '.join(map(str, moved))}")
         if self.place.step < checkpoint.step:
             self.save()
 
@@ -547,6 +545,7 @@ def fit(
     checkpoint = None
     if resume is not None:
         checkpoint = checkpoints.find(resume, which="last").path
-    elif checkpoints.listed(folder):
+    # Of a run that is not its own it could keep none of the new ones: those with the highest steps stay.
+    if checkpoints.listed(folder) and (checkpoint is None or not checkpoints.belongs(checkpoint, folder)):
         raise UserError(f"run {folder} has checkpoints already; go on with --resume {folder} or name another --out.")
     return Trainer(config, folder, resume=checkpoint, quiet=quiet, on_step=on_step).fit()
