@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -499,12 +500,13 @@ def test_settings_of_the_optimiser_follow_the_config_on_resume(tmp_path: Path) -
     assert trainer.fit().step == 8
 
 
-def test_plain_numbers_of_an_optimiser_come_back() -> None:
-    """Adafactor counts its steps in a number, not in a tensor; the first step after a resumption depends on it."""
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "adafactorbv", "adan"])
+def test_plain_numbers_of_an_optimiser_come_back(name: str) -> None:
+    """Adafactor counts its steps in a number, LAMB in a tensor of its groups; the first step after a resumption depends on it."""
 
-    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def build(**keys: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Linear(3, 2)
-        return model, build_optimizer(model, OptimizerConfig(name="adafactor", lr=0.01), 1)
+        return model, build_optimizer(model, OptimizerConfig(name=name, lr=0.01, **keys), 1)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         model(torch.full((1, 3), 1.0 + number)).square().sum().backward()
@@ -515,13 +517,32 @@ def test_plain_numbers_of_an_optimiser_come_back() -> None:
     for number in range(3):
         step(model, optimizer, number)
     tensors, values = state.optimizer_state(model, optimizer)
-    other, loaded = build()
-    state.load_optimizer(other, loaded, {name: tensor.clone() for name, tensor in tensors.items()}, values)
-    other.load_state_dict(model.state_dict())
-    for each in ((model, optimizer), (other, loaded)):
-        step(*each, 3)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
+    saved = copy.deepcopy((model.state_dict(), tensors, json.loads(json.dumps(values))))
+    step(model, optimizer, 3)
+    # A factor makes another group, which goes on counting.
+    for factors in ({}, {"bias": 1.0}):
+        other, loaded = build(lr_scale=factors)
+        start, moments, numbers = copy.deepcopy(saved)
+        state.load_optimizer(other, loaded, moments, numbers)
+        other.load_state_dict(start)
+        step(other, loaded, 3)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["adahessian", "kronw"])
+def test_optimisers_that_no_run_could_save_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"optimizer\.name: got '{name}', which .*; wanted another of timm's"):
+        build_optimizer(torch.nn.Linear(3, 2), OptimizerConfig(name=name), 1)
+
+
+def test_a_factor_can_be_taken_back_on_resume(tmp_path: Path) -> None:
+    part = {"max_steps": 2}
+    fit(small(train=part, optimizer={"lr_scale": {"*": 0.5, "fc.*": 0.1}}), tmp_path, quiet=True)
+    plain_keys = small(train={"max_steps": 3}, optimizer={"lr_scale": {"*": None, "fc.*": None}})
+    trainer = Trainer(plain_keys, tmp_path, resume=checkpoints.listed(tmp_path)[-1], quiet=True)
+    assert [group.get("lr_scale") for group in trainer.inner.param_groups] == [None, None]
+    assert trainer.fit().step == 3
 
 
 def test_weights_come_back_whatever_the_optimiser_does_to_them(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from nearsight.train.config import OptimizerConfig, RunConfig, ScheduleConfig, g
 __all__ = ["RestartScheduler", "build_optimizer", "build_schedule", "learning_rates", "scaled_lr"]
 
 
+REFUSED = {"adahessian": "needs gradients of gradients", "kron": "keeps what no checkpoint here holds"}
+
+
 class RestartScheduler(Scheduler):
     """Linear warm-up, then a cosine from lr to `min_lr` between restarts, all in steps.
 
@@ -75,6 +78,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch: int) -> to
         raise UserError(
             f"optimizer.name: got {config.name!r}, wanted one of timm's" + (f", e.g. {near}." if near else ".")
         )
+    for name, why in REFUSED.items():
+        if config.name.startswith(name):
+            raise UserError(f"optimizer.name: got {config.name!r}, which {why}; wanted another of timm's, e.g. adamw.")
     try:
         optimizer = create_optimizer_v2(
             model,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
     All processes call it; only the first gets something.
     """
-    whole: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
+    with _without_dtypes(optimizer):
+        whole: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for parameter, slots in whole.get("state", {}).items():
@@ -72,7 +74,25 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
                 tensors[key] = value
             else:
                 plain[key] = value
-    return tensors, {"plain": plain, "groups": whole.get("param_groups", [])}
+    groups = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in whole.get("param_groups", [])
+    ]
+    return tensors, {"plain": plain, "groups": groups}
+
+
+@contextmanager
+def _without_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Settings that are dtypes set aside: torch's gathering refuses them."""
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            for key in [key for key, value in group.items() if isinstance(value, torch.dtype)]:
+                del group[key]
+        yield
+    finally:
+        for group, whole in zip(optimizer.param_groups, before, strict=True):
+            group.update(whole)
 
 
 def load_optimizer(
@@ -84,14 +104,21 @@ def load_optimizer(
 ) -> None:
     """The inverse of `optimizer_state`; what the config sets (and the `options` it names) stays as it is in the optimiser."""
     kept = {*SETTINGS, *options}
-    own = [{key: value for key, value in group.items() if key in kept} for group in optimizer.param_groups]
+    own = [
+        {key: value for key, value in group.items() if key in kept or isinstance(value, torch.dtype)}
+        for group in optimizer.param_groups
+    ]
     state: dict[str, dict[str, Any]] = {}
     for key, value in sorted([*tensors.items(), *values["plain"].items()], key=lambda item: item[0]):
         parameter, _, slot = key.rpartition(SEPARATOR)
         state.setdefault(parameter, {})[slot] = value
     forms = {key: value for key, value in optimizer.defaults.items() if key in FORMS}
+    # By their parameters: other factors than before make other groups.
+    before = {name: group for group in values["groups"] for name in group["params"]}
+    named: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions())
     groups = [
-        {k: tuple(v) if k == "betas" else forms.get(k, v) for k, v in group.items()} for group in values["groups"]
+        {**{k: forms.get(k, v) for k, v in before[names[0]].items() if k not in kept}, "params": names}
+        for names in (group["params"] for group in named["param_groups"])
     ]
     whole: Any = {"state": state, "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
