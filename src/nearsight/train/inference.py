@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nearsight.errors import UserError
 from nearsight.train import checkpoints
-from nearsight.train.config import given, merge, parse_override
+from nearsight.train.config import ModelConfig, given, merge, parse_override
 from nearsight.train.data.augment import normalise
 from nearsight.train.data.batches import Where
 from nearsight.train.data.config import DataConfig
@@ -113,10 +113,15 @@ def evaluate(
         )
     if config.task != network.task:
         raise UserError(f"{path}: got a checkpoint of task {network.task!r} with task={config.task}, wanted the same.")
+    # As the card has it: what the weights started from need not be there any more.
+    model = ModelConfig.model_validate({**network.card["model"], "pretrained": False})
+    config = config.model_copy(update={"model": model})
     where = Where(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     notes: list[str] = []
     task: Any = build_task(config, where, notes.append, evaluation_only=True)
     source, wanted = task.config.data.source, network.card.get("classes")
+    if wanted is not None and hasattr(task, "match"):
+        task.match(wanted)
     if wanted is not None and task.classes != wanted:
         odd = sorted(set(task.classes) ^ set(wanted))[:5]
         raise UserError(

@@ -43,6 +43,7 @@ class Task(Protocol):
 
     Where all training batches have one shape, a static `example(config, device)` gives what the network is given in a step,
     but for its values; blocks are compiled ahead with it.
+    A `match(classes)` is told whose classes are evaluated, where the data may list them otherwise than a network's card.
     """
 
     config: Any

@@ -89,6 +89,7 @@ class Detect:
         if not evaluation_only:
             self.train = DetectionBatches(source.train, data, where, seed, training=True)
         self.evaluation = DetectionBatches(source.evaluation, data, where, seed, training=False)
+        self.labels = torch.arange(len(self.classes))
         self.model = build_detector(config.model, len(self.classes))
         self.left_out = LeftOut(note)
 
@@ -123,6 +124,12 @@ class Detect:
             "input": {"short_side": data.short_side, "long_side": data.long_side},
         }
 
+    def match(self, classes: list[str]) -> None:
+        """Evaluate a network of these classes, where the evaluation's are among them: by name, as in training."""
+        if set(self.classes) <= set(classes) and len(set(classes)) == len(classes):
+            self.labels = torch.tensor([classes.index(name) for name in self.classes])
+            self.classes = classes
+
     def loss(self, model: nn.Module, batch: DetectionBatch, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.left_out.tell(batch.bad)
         losses: dict[str, Tensor] = model(batch.images, batch.targets)
@@ -141,6 +148,7 @@ class Detect:
                 batch.images, model(batch.images), batch.targets, batch.valid, strict=True
             ):
                 if valid:
+                    truth = {**truth, "labels": self.labels[truth["labels"]]}
                     pairs.append((on_file(found, image, truth["size"]), truth))
         model.train(was_training)
         if self.where.world > 1:
