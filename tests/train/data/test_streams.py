@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,53 @@ def test_hugging_face_sets(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.cat([batch.targets for batch in train.epoch(0)]).bincount().tolist() == [6, 6]
     counted = [b.targets if b.valid is None else b.targets[b.valid] for b in evaluation.epoch(0)]
     assert torch.cat(counted).bincount().tolist() == [3, 2]
+
+
+def images_without_labels(data: Any) -> None:
+    """Reconstruction wants none; classification refuses an image without one, in a sentence."""
+    source = open_source(data, labelled=False)
+    options = {"training": False, "seed": 0, "channels_last": False, "note": print}
+    found = build_batches(source.evaluation, source, data, CPU, **options)
+    assert sum(len(b.targets) if b.valid is None else int(b.valid.sum()) for b in found.epoch(0)) == 5
+    with pytest.raises(UserError, match=r"got 2 and an image with the label -1, wanted 0 to 1\.$"):
+        list(batches(data, training=False).epoch(0))
+
+
+@pytest.mark.parametrize("kind", ["hfds", "hfids"])
+def test_labels_without_names_and_no_labels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    images = [{"bytes": encoded(i), "path": None} for i in range(5)]
+    for name, columns in (("named", {"label": [0, 1, 1, 0, 1]}), ("bare", {})):
+        table = datasets.Dataset.from_dict({"image": images, **columns}).cast_column("image", datasets.Image())
+        for split in ("train", "validation"):
+            table.to_parquet(str(tmp_path / name / f"{split}-00000-of-00001.parquet"))
+    named, bare = (
+        settings(
+            f"{kind}/{tmp_path / name}", root=str(tmp_path / "cache"), num_classes=2, train_images=5, eval_images=5
+        )
+        for name in ("named", "bare")
+    )
+    found = [b.targets if b.valid is None else b.targets[b.valid] for b in batches(named, training=False).epoch(0)]
+    assert torch.cat(found).tolist() == [0, 1, 1, 0, 1]
+    images_without_labels(bare)
+
+
+def test_shards_without_labels(tmp_path: Path) -> None:
+    shards(tmp_path, {"train": [12], "validation": [5]})
+    for shard in tmp_path.glob("*.tar"):
+        with tarfile.open(shard) as old, tarfile.open(f"{shard}.new", "w") as bare:
+            for member in old:
+                if not member.name.endswith(".cls"):
+                    bare.addfile(member, old.extractfile(member))
+        Path(f"{shard}.new").replace(shard)
+    images_without_labels(settings("wds/x", root=str(tmp_path), num_classes=2))
+
+
+def test_an_empty_cell_is_a_bad_image(tmp_path: Path) -> None:
+    rows = [({"path": None, "bytes": encoded(0)}, 0), (None, 1)]
+    stream = Stream(SimpleNamespace(reader=rows), lambda image: image.size, settings("wds/x"), False)
+    assert [sample[2:] for sample in stream] == [(True, []), (False, [("an image", "not an image")])]
 
 
 def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,7 @@ def _parquet(data: DataConfig, path: str | None, kind: str = "parquet", labelled
 
 @contextmanager
 def _as_timm_calls(kind: str) -> Iterator[None]:
-    """timm's readers pass `trust_remote_code`, which datasets 4 and later take for a key of the data set."""
+    """timm's readers want named labels, and pass `trust_remote_code`, which datasets 4 and later take for a key of the set."""
     if kind not in ("hfds", "hfids"):
         yield
         return
@@ -268,14 +268,25 @@ def _as_timm_calls(kind: str) -> Iterator[None]:
     def without(call: Any) -> Any:
         return lambda *args, trust_remote_code=False, **keys: call(*args, **keys)
 
+    from timm.data.readers import reader_hfds
+
+    labels = reader_hfds.get_class_labels
     try:
+        reader_hfds.get_class_labels = _class_labels
         for name, call in plain.items():
             if "trust_remote_code" not in inspect.signature(call).parameters:
                 setattr(datasets, name, without(call))
         yield
     finally:
+        reader_hfds.get_class_labels = labels
         for name, call in plain.items():
             setattr(datasets, name, call)
+
+
+def _class_labels(info: Any, label_key: str = "label") -> dict[str, int]:
+    """The classes of a Hugging Face set by name; none where its labels are plain numbers, over which timm's fails."""
+    names = getattr(info.features.get(label_key), "names", None) or []
+    return {name: number for number, name in enumerate(names)}
 
 
 def _reader(data: DataConfig, labelled: bool) -> Source:

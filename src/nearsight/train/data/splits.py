@@ -14,7 +14,10 @@ from torch import Tensor
 
 from nearsight.train.data.images import BadImageError, decode
 
-__all__ = ["ArrayImages", "FileImages", "ParquetImages", "ReaderImages", "Split", "Subset", "hold_out"]
+__all__ = ["NO_LABEL", "ArrayImages", "FileImages", "ParquetImages", "ReaderImages", "Split", "Subset", "hold_out"]
+
+# Of an image without one; refused where labels count.
+NO_LABEL = -1
 
 
 class Split(Protocol):
@@ -118,8 +121,12 @@ class ReaderImages:
         return f"image {index}"
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        data, label = self.reader[index]
-        return decode(data, self.mode, self.max_pixels), int(label)
+        row = self.reader.dataset[index]
+        cell, label = row[self.reader.image_key] or {}, row.get(self.reader.label_key)
+        file = cell.get("bytes") or (Path(cell["path"]) if cell.get("path") else None)
+        if file is None:
+            raise BadImageError("no bytes")
+        return decode(file, self.mode, self.max_pixels), NO_LABEL if label is None else int(label)
 
     def key(self) -> str | None:
         return None

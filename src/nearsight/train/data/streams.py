@@ -12,6 +12,7 @@ from PIL import Image
 
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import BadImageError, decode, image_mode
+from nearsight.train.data.splits import NO_LABEL
 
 __all__ = ["Sample", "Stream", "stream_length"]
 
@@ -41,6 +42,8 @@ class Stream(torch.utils.data.IterableDataset[Sample]):
         while going:
             going = False
             for found, label in _undecoded(self.dataset.reader):
+                if found is None:  # an empty cell
+                    found = {"path": None, "bytes": b""}
                 file = Encoded(found["path"] or "an image", found["bytes"]) if isinstance(found, dict) else found
                 try:
                     image = self._image(file)
@@ -89,7 +92,7 @@ def _undecoded(reader: Any) -> Iterator[tuple[Any, Any]]:
         if fresh:
             _open_hfids(reader)
         reader.ds.set_epoch(reader.epoch.value)
-        yield from ((sample[reader.input_key], sample[reader.target_key]) for sample in reader.ds)
+        yield from ((sample[reader.input_key], _or_none(sample.get(reader.target_key))) for sample in reader.ds)
     elif kind == "ReaderWds":
         if fresh:
             _open_wds(reader)
@@ -100,6 +103,10 @@ def _undecoded(reader: Any) -> Iterator[tuple[Any, Any]]:
             if found is not last:  # TensorFlow's fills a process's share up with its last image again
                 yield found, label
             last = found
+
+
+def _or_none(label: Any) -> Any:
+    return NO_LABEL if label is None else label
 
 
 def _open_hfids(reader: Any) -> None:
@@ -124,7 +131,7 @@ def _plain_sample(
     sample: dict[str, Any], image_key: str = "jpg", target_key: str = "cls", alt_label: str = "", **_: Any
 ) -> dict[str, Any] | None:
     """What timm makes of a sample in a tar file, but for its image; None where an alternative label says to leave it out."""
-    label = int(json.loads(sample["json"])[alt_label] if alt_label else sample[target_key])
+    label = int(json.loads(sample["json"])[alt_label] if alt_label else sample.get(target_key, NO_LABEL))
     if alt_label and label < 0:
         return None
     found = [key for key in image_key.split(";") if key in sample]
