@@ -268,6 +268,10 @@ def test_a_checkpoint_goes_on_in_its_own_run(monkeypatch: Any, run: Path) -> Non
     path = next((run / "checkpoints").iterdir())
     assert main(["train", "train.max_steps=9", "--resume", str(path)]) == 130
     assert asked == [(9, run, path)]
+    for folder, name in ((path.parent, path.name), (path, ".")):
+        monkeypatch.chdir(folder)
+        assert main(["train", "train.max_steps=9", "--resume", name]) == 130
+        assert asked.pop()[1].resolve() == run.resolve()
 
 
 def test_a_signal_gives_its_code(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:

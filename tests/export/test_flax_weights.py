@@ -289,6 +289,14 @@ def test_a_folder_that_is_not_there(tmp_path, capsys):
         (["--model", "qna_vit_tiny", "-o", "x.pt"], "wanted a file name that ends in .safetensors"),
         (["--model", "qna_vit_tini", "-o", "x.safetensors"], "no model 'qna_vit_tini'. Did you mean 'qna_vit_tiny'?"),
         (["--model", "qna_vit_nano", "-o", "x.safetensors", "--num-classes", "10"], "do not fit the model; missing: "),
+        (
+            ["--model", "qna_vit_tiny.moon", "-o", "x.safetensors"],
+            "got --model 'qna_vit_tiny.moon', wanted a QnA-ViT such as",
+        ),
+        (
+            ["--model", "qna_autoencoder", "-o", "x.safetensors"],
+            "got --model 'qna_autoencoder', wanted a QnA-ViT such as",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, text, capsys, tmp_path, monkeypatch):

@@ -42,7 +42,10 @@ def convert(
         raise UserError(
             f"no model {model!r}.{did_you_mean(model, timm.list_models('qna_*'))} See: nearsight models qna*."
         )
-    network = timm.create_model(model, num_classes=num_classes)
+    try:
+        network = timm.create_model(model, num_classes=num_classes)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"got --model {model!r}, wanted a QnA-ViT such as qna_vit_tiny ({error}).") from error
     state = convert_flax(read_flax(source), network)
     network.load_state_dict(state)
     out.write_bytes(save(state, metadata={"format": "pt", "architecture": model}))

@@ -148,7 +148,9 @@ def _run_of(path: Path) -> Path:
     """The run a checkpoint belongs to; a run is itself."""
     from nearsight.train.checkpoints import FOLDER
 
-    return path.parent.parent if path.parent.name == FOLDER else path
+    # Named from inside the folder of checkpoints, its own name does not say.
+    folder = path if path.parent.name else path.absolute()
+    return folder.parent.parent if folder.parent.name == FOLDER else path
 
 
 def _preview(config: Any, as_json: bool) -> None:
