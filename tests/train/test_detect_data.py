@@ -226,6 +226,8 @@ def put(part: str, number: int, **values: Any) -> Any:
         (put("images", 1, id=10), "images[1]: id 10 is given twice, wanted an id of its own."),
         (put("images", 1, file_name=7), "images[1]: file_name is 7, wanted text."),
         (put("categories", 1, id=3), "categories[1]: id is 3, wanted a whole number of its own."),
+        (put("annotations", 1, iscrowd="0"), "annotations[1]: iscrowd is '0', wanted 0 or 1."),
+        (put("annotations", 0, bbox=[1, 2, 10**400, 4]), "annotations[0]: bbox is [1, 2, 1000"),
         (lambda keys: keys["categories"].clear(), "no categories, wanted at least one."),
         (lambda keys: keys["annotations"].insert(0, "x"), "annotations[0]: got str, wanted an object with image_id"),
         (lambda keys: keys["annotations"].clear(), "no object in 5 images, wanted at least one box."),
@@ -266,6 +268,12 @@ def test_files_that_are_no_json(coco: Path) -> None:
             "Annotations/train0.xml: object[0]: wanted four numbers in <bndbox>: xmin, ymin, xmax, ymax.",
         ),
         (r"<name>\w+</name>", "", "Annotations/train0.xml: object[0]: no <name>."),
+        ("<width>80", "<width>inf", "Annotations/train0.xml: no size, wanted"),
+        (
+            "^",
+            '<?xml version="1.0" encoding="moon"?>',
+            "Annotations/train0.xml: not valid XML (unknown encoding: moon).",
+        ),
     ],
 )
 def test_bad_voc_files(old: str, new: str, sentence: str, tmp_path: Path) -> None:
@@ -277,6 +285,16 @@ def test_bad_voc_files(old: str, new: str, sentence: str, tmp_path: Path) -> Non
     with pytest.raises(UserError) as caught:
         opened(settings(folder, "voc"))
     assert str(caught.value).startswith(f"{folder}/{sentence}")
+
+
+def test_voc_lists_of_windows_editors(tmp_path: Path) -> None:
+    folder = write_voc(tmp_path / "set", TRAIN, VAL)
+    listed = folder / "ImageSets" / "Main" / "train.txt"
+    listed.write_text("train0\r\ntrain1\r\n", encoding="utf-8-sig")
+    assert len(opened(settings(folder, "voc"))[0].train) == 2
+    listed.write_bytes("träin0".encode("latin-1"))
+    with pytest.raises(UserError, match=r"train\.txt: not UTF-8 \("):
+        opened(settings(folder, "voc"))
 
 
 def test_voc_lists_and_difficult_objects(tmp_path: Path) -> None:

@@ -170,7 +170,10 @@ def numbers(values: Any, count: int) -> list[float] | None:
     # bool is an int to Python, and no coordinate.
     if len(found) != count or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in found):
         return None
-    plain = [float(v) for v in found]
+    try:
+        plain = [float(v) for v in found]
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
     return plain if np.isfinite(plain).all() else None
 
 

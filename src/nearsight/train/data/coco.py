@@ -82,13 +82,16 @@ def read_coco(
         if sides is None:
             raise UserError(f"{at}: bbox is {box!r}, wanted four finite numbers: x, y, width, height.")
         x, y, width, height = sides
+        crowd = entry.get("iscrowd") or 0
+        if crowd not in (0, 1):
+            raise UserError(f"{at}: iscrowd is {crowd!r}, wanted 0 or 1.")
         area = numbers([entry["area"]], 1) if "area" in entry else None
         kept.box(
             places[image],
             (x, y, x + width, y + height),
             label=labels[category],
             area=area[0] if area and area[0] > 0 else None,
-            crowd=bool(entry.get("iscrowd", 0)),
+            crowd=bool(crowd),
         )
     images = kept.done(max_pixels)
     nothing_to_learn(file, images)

@@ -39,7 +39,7 @@ def read_voc(
     Objects marked difficult are treated as crowds: not trained on, not counted.
     """
     kept = Collector()
-    for line, text in enumerate(listed.read_text(encoding="utf-8").splitlines(), 1):
+    for line, text in enumerate(_lines(listed), 1):
         words = text.split()
         if not words:
             continue
@@ -47,10 +47,10 @@ def read_voc(
         if not file.is_file():
             raise UserError(f"{listed}: line {line}: no annotation {file}.")
         tree = _parse(file)
-        sides = [_number(tree.findtext(f"size/{key}")) for key in ("height", "width")]
-        if any(side is None or side <= 0 or side != int(side) for side in sides):
+        sides = numbers([_number(tree.findtext(f"size/{key}")) for key in ("height", "width")], 2)
+        if sides is None or any(side <= 0 or side != int(side) for side in sides):
             raise UserError(f"{file}: no size, wanted <size> with <width> and <height> in whole pixels.")
-        rows, columns = (int(side or 0) for side in sides)
+        rows, columns = (int(side) for side in sides)
         image = kept.image(_image_of(root, words[0]), rows=rows, columns=columns)
         for number, entry in enumerate(tree.findall("object")):
             name = _text(file, number, entry, "name")
@@ -72,6 +72,13 @@ def read_voc(
     return images
 
 
+def _lines(listed: Path) -> list[str]:
+    try:
+        return listed.read_text(encoding="utf-8-sig").splitlines()  # Windows' editors put a mark first
+    except UnicodeDecodeError as error:
+        raise UserError(f"{listed}: not UTF-8 ({error}).") from error
+
+
 def _image_of(root: Path, name: str) -> Path:
     """The image's file; a missing one keeps its usual name, and is met like any other that cannot be read."""
     places = [root / "JPEGImages" / f"{name}{suffix}" for suffix in SUFFIXES]
@@ -84,6 +91,8 @@ def _parse(file: Path) -> ElementTree.Element:
     except ElementTree.ParseError as error:
         line, column = error.position
         raise UserError(f"{file}: not valid XML in line {line}, column {column}.") from error
+    except (LookupError, ValueError) as error:  # an encoding that Python or its parser does not know
+        raise UserError(f"{file}: not valid XML ({error}).") from error
 
 
 def _text(file: Path, number: int, entry: ElementTree.Element, key: str) -> str:
