@@ -165,6 +165,26 @@ def test_batch_norms_are_frozen_with_the_loaded_statistics(tmp_path):
     torch.testing.assert_close(again, want)
 
 
+@pytest.mark.parametrize("backbone", ["test_resnet", "aa_resnet34"])
+def test_any_resnet_can_be_the_backbone(backbone, tmp_path):
+    """timm takes some apart for their maps, and wraps others; either way the last map is the classifier's."""
+    source = timm.create_model(backbone).eval()
+    save_file(source.state_dict(), tmp_path / "start.safetensors")
+    model = create_detector(NAME, num_classes=3, backbone=backbone, backbone_weights=tmp_path / "start.safetensors")
+    images = torch.randn(1, 3, 64, 96)
+    ((features, mask),) = model.eval().network.model.backbone(images, torch.ones(1, 64, 96, dtype=torch.bool))
+    torch.testing.assert_close(features, source.forward_features(images))
+    assert mask.shape == (1, *features.shape[-2:])
+    losses = model.train()(*small_set())
+    assert all(torch.isfinite(loss) for loss in losses.values())
+
+
+def test_norms_that_hold_activations_are_refused():
+    """transformers' frozen ones would leave the activations out."""
+    with pytest.raises(ArgumentValueError, match=r"backbone='aa_mobilenetv2_100', whose BatchNorms hold activations"):
+        create_detector(NAME, num_classes=3, backbone="aa_mobilenetv2_100")
+
+
 def test_the_papers_members():
     """The four of the supplement, whose transformer has DETR's 6 + 6 layers of width 256 and 100 queries."""
     names = [name for name in list_detectors() if name.startswith("detr_qna_vit") and "nano" not in name]

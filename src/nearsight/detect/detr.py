@@ -12,6 +12,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers.norm_act import BatchNormAct2d
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 from torchvision.ops import box_convert, clip_boxes_to_image
@@ -20,6 +21,7 @@ from transformers.models.detr.modeling_detr import DetrConvEncoder
 
 from nearsight.detect.backbone import accepts_mask, load_backbone_weights
 from nearsight.detect.batch import PadOnly, check_images, check_targets, padding_mask
+from nearsight.errors import ArgumentValueError
 from nearsight.models.common import shrink_mask
 
 __all__ = ["Detr", "create_detr"]
@@ -38,14 +40,19 @@ class MaskedEncoder(nn.Module):
         self.model = encoder.model
         self.intermediate_channel_sizes = encoder.intermediate_channel_sizes
         self.stride = int(self.model.feature_info.reduction()[-1])
-        self.masked = accepts_mask(self.model.model)
+        # timm wraps a network, which it then gives as `model`, or takes it apart, as it does with ResNets.
+        self.whole = hasattr(self.model, "model")
+        self.masked = self.whole and accepts_mask(self.model.model)
 
     def forward(self, pixel_values: Tensor, pixel_mask: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         key_mask = pixel_mask.bool()
         options: dict[str, Any] = {"key_mask": key_mask} if self.masked else {}
-        (features,) = self.model.model.forward_intermediates(
-            pixel_values, list(self.model.out_indices), intermediates_only=True, **options
-        )
+        if self.whole:
+            (features,) = self.model.model.forward_intermediates(
+                pixel_values, list(self.model.out_indices), intermediates_only=True, **options
+            )
+        else:
+            (features,) = self.model(pixel_values)
         return [(features, shrink_mask(key_mask, self.stride))]
 
 
@@ -177,6 +184,12 @@ def create_detr(
     """
     with torch.device("meta"):
         features: Any = timm.create_model(backbone, features_only=True)
+    if any(isinstance(part, BatchNormAct2d) for part in features.modules()):
+        # transformers would put frozen norms in their place, without the activations.
+        raise ArgumentValueError(
+            f"{NAME}: got backbone={backbone!r}, whose BatchNorms hold activations, wanted one where they do not, e.g. "
+            f"qna_vit_tiny or resnet50."
+        )
     maps: dict[str, Any] = {"backbone": backbone, "out_indices": [len(features.feature_info) - 1]}
     options: dict[str, Any] = {
         "backbone_config": TimmBackboneConfig(**maps),
@@ -199,7 +212,7 @@ def create_detr(
         if backbone_weights is not None:
             load_backbone_weights(source, backbone_weights)
         encoder = next(part for part in network.modules() if isinstance(part, DetrConvEncoder))
-        target, weights = encoder.model.model, source.state_dict()
+        target, weights = getattr(encoder.model, "model", encoder.model), source.state_dict()
         target.load_state_dict({name: weights[name] for name in target.state_dict()})
     return Detr(network, score_thresh=score_thresh)
 
