@@ -77,7 +77,8 @@ def test_parquet(tmp_path: Path, names: bool) -> None:
     assert (len(source.train), len(source.evaluation)) == (9, 3)
     assert source.classes == (["a", "b", "c"] if names else ["0", "1", "2"])
     assert source.train.read(7)[1] == 1
-    assert source.train.name(7) == "row 7 of train-00000-of-00002.parquet (1.png)"
+    assert source.train.name(5) == "row 5 of train-00000-of-00002.parquet (5.png)"
+    assert source.train.name(7) == "row 1 of train-00001-of-00002.parquet (1.png)"
 
 
 def test_cifar_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,17 @@ class ParquetImages:
         return int(self.table.num_rows)
 
     def name(self, index: int) -> str:
+        from pyarrow.parquet import read_metadata
+
+        row, file = index, self.files[0]
+        for file in self.files:
+            rows = read_metadata(file).num_rows
+            if row < rows:
+                break
+            row -= rows
         cell = self.table[self.image][index].as_py()
         path = cell.get("path") if isinstance(cell, dict) else None
-        return f"row {index} of {self.files[0].name}" + (f" ({path})" if path else "")
+        return f"row {row} of {file.name}" + (f" ({path})" if path else "")
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         cell = self.table[self.image][index].as_py()
