@@ -128,6 +128,17 @@ def test_marks_lie_on_the_pixel_and_frames_around_the_view():
         assert ((top + bottom) / 2, (left + right) / 2) == pytest.approx((6, 20))
 
 
+def test_marks_of_strided_queries_lie_where_their_windows_do():
+    layer = QnA2d(3, 8, 3, num_heads=2, stride=2)
+    maps = attention_maps(layer, torch.randn(1, 3, 17, 21), pixels=[(13, 18)], content=True)[""]
+    picture = Picture("p", np.zeros((17, 21)))
+    given = figures.draw_given(picture, maps, (13, 18)).figure.axes[1]
+    parts = figures.draw_parts(picture, [maps], [(13, 18)]).figure.axes[1]
+    for axis in (given, parts):
+        for top, left, bottom, right in outlined(axis):
+            assert ((top + bottom) / 2, (left + right) / 2) == pytest.approx((12, 18))
+
+
 def test_given_shows_the_weights_and_greys_what_is_not_seen():
     maps = maps_of(LocalAttention2d(3, 8, 5, num_heads=4))
     drawing = figures.draw_given(PICTURE, maps, (6, 20), 0, heads=[1, 3])

@@ -377,6 +377,20 @@ def test_cells_under_pixels():
     assert cell_of((6, 2), (7, 3), (1, 1)) == (0, 0)
 
 
+@pytest.mark.parametrize("case", ["qna", "qna_strided", "qna_stride_3", "qna_upsample"])
+def test_queries_stand_in_the_middle_of_what_they_see(case):
+    """Also where the stride does not divide the map."""
+    layer, size = made(case), (17, 22)
+    middle = [(n - 1) // 2 for n in layer.kernel_size]
+    rows, columns = layer_maps(layer, torch.zeros(1, 8, *size, dtype=torch.float64)).query_grid
+    cells = [(y, x) for y in range(rows) for x in range(columns)]
+    maps = layer_maps(layer, torch.randn(1, 8, *size, dtype=torch.float64), cells)
+    for number, (y, x) in enumerate(maps.centres):
+        seen = maps.softmax[0, number].sum((0, 1)).nonzero()
+        first = [max(at - before, 0) for at, before in zip((y, x), middle, strict=True)]
+        assert seen.amin(0).tolist() == first
+
+
 def test_on_the_image_each_pixel_has_its_cells_weight():
     net = nn.Sequential(nn.AvgPool2d(2, ceil_mode=True), LocalAttention2d(4, 4, 3, num_heads=2))
     maps = attention_maps(net, torch.randn(1, 4, 5, 9), pixels=[(4, 8)])["1"]

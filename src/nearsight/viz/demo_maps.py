@@ -45,7 +45,7 @@ def draw_maps(models: Mapping[str, nn.Module], images: Tensor, pixels: list[tupl
             # Grey: outside the window, not seen at all.
             ax.set_facecolor("0.85")
             ax.imshow(weights.where(weights != 0, torch.nan).numpy(), cmap="viridis")
-            y, x = (c * g // q for c, g, q in zip(maps.cells[0], maps.grid, maps.query_grid, strict=True))
+            y, x = maps.centres[0]
             ax.plot(x, y, "s", mfc="none", mec="#d55e00", ms=6, mew=1.5)
     for ax, title in zip(axes[0], ["test image,\none pixel marked", *titles], strict=True):
         ax.set_title(title, fontsize=8)

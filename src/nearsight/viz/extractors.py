@@ -51,6 +51,10 @@ class Extractor:
         """Queries per axis, before any pooling, for an input map of `size`."""
         return size
 
+    def centre(self, layer: Any, cell: Pair) -> Pair:
+        """The pixel of the input map at which a query stands."""
+        return cell
+
     def has_parts(self, layer: Any) -> bool:
         """Whether logits are a content and a position term, so that content alone is something to show."""
         return False
@@ -221,6 +225,9 @@ class _QnA(_Windowed):
     def query_grid(self, layer: QnA2d, size: Pair) -> Pair:
         return -(-size[0] // layer.stride[0]), -(-size[1] // layer.stride[1])
 
+    def centre(self, layer: QnA2d, cell: Pair) -> Pair:
+        return cell[0] * layer.stride[0], cell[1] * layer.stride[1]
+
     def has_parts(self, layer: Any) -> bool:
         return bool(layer.position != "none")
 
@@ -250,10 +257,13 @@ class _QnAUpsample(_QnA):
     def query_grid(self, layer: Any, size: Pair) -> Pair:
         return size[0] * layer.scale_factor, size[1] * layer.scale_factor
 
+    def centre(self, layer: Any, cell: Pair) -> Pair:
+        return cell[0] // layer.scale_factor, cell[1] // layer.scale_factor
+
     def locate(self, layer: QnAUpsample2d, cell: Pair) -> tuple[Pair, slice]:
         s = layer.scale_factor
         query = cell[0] % s * s + cell[1] % s
-        return (cell[0] // s, cell[1] // s), slice(query, query + 1)
+        return self.centre(layer, cell), slice(query, query + 1)
 
 
 class _Blocks(Extractor):

@@ -102,19 +102,17 @@ def draw_given(
         sheet.frame(sheet.axes[0], maps.image_size, maps.grid, (top, left, bottom, right))
     sheet.label(sheet.axes[0], "image, pixel marked" if not zoomed else "image, view framed")
     low, high, colours = scale_of(weights[shown])
-    cell = maps.cells[number]
-    at = tuple(c * g // q for c, g, q in zip(cell, maps.grid, maps.query_grid, strict=True))
     image = None
     for axis, head in zip(sheet.axes[1:], shown, strict=True):
         image = sheet.map(axis, weights[head], low, high, colours, seen=seen[head])
         axis.set(xlim=(left - 0.5, right - 0.5), ylim=(bottom - 0.5, top - 0.5), aspect="auto")
-        sheet.mark(axis, (at[0], at[1]), (bottom - top, right - left))
+        sheet.mark(axis, maps.centres[number], (bottom - top, right - left))
         sheet.label(axis, f"head {head}")
     if image is not None:
         sheet.colour_bar(image, "weight (grey: not seen)" if not seen.all() else "weight")
     name = file_name(picture.name, maps.name, "given", f"{pixel[0]}-{pixel[1]}")
     softmax = _numpy(maps.softmax[index, number])
-    numbers = {"weights": weights, "softmax": softmax, "pixel": np.array(pixel), "cell": np.array(cell)}
+    numbers = {"weights": weights, "softmax": softmax, "pixel": np.array(pixel), "cell": np.array(maps.cells[number])}
     return Drawing(name, sheet.figure, {**numbers, "image": picture.shown, "heads": np.array(shown)})
 
 
@@ -200,8 +198,7 @@ def draw_parts(picture: Picture, group: Sequence[LayerMaps], pixels: Sequence[Pa
             axis = sheet.axes[line * across + column]
             image = sheet.map(axis, number, min(low, high), high, SEQUENTIAL, seen=number > 0)
             axis.set(xlim=(left - 0.5, right - 0.5), ylim=(bottom - 0.5, top - 0.5), aspect="auto")
-            at = tuple(c * g // q for c, g, q in zip(first.cells[line], first.grid, first.query_grid, strict=True))
-            sheet.mark(axis, (at[0], at[1]), (bottom - top, right - left))
+            sheet.mark(axis, first.centres[line], (bottom - top, right - left))
             sheet.label(axis, title)
             if line == len(means) - 1:
                 sheet.bar_below(image, axis, "")

@@ -38,6 +38,7 @@ class LayerMaps:
         query_grid: (rows, columns) of the layer's queries. A layer that pools its output (stride 2 of local, explicit and
             global attention) has them before that pooling; a strided `QnA2d` has fewer than pixels, `QnAUpsample2d` more.
         cells: the N queries (y, x) on the query grid that lie under the pixels asked for.
+        centres: the pixels (y, x) of the grid at which these queries stand.
         weights: [B, N, heads, h, w], what acts on the values: Σ_j weights_j·values_j is the query's output, before pooling
             and output projection. For QnA this is Σ_l softmax·tap_scale, and may be negative; for the others it sums to 1
             (0 where nothing may be attended).
@@ -57,6 +58,7 @@ class LayerMaps:
     grid: Pair
     query_grid: Pair
     cells: list[Pair]
+    centres: list[Pair]
     weights: Tensor | None
     softmax: Tensor | None
     outside: Tensor | None
@@ -313,6 +315,7 @@ def _look(
         grid,
         extractor.query_grid(layer, grid),
         cells or [],
+        [extractor.centre(layer, cell) for cell in cells or []],
         None if given is None else given.weights,
         None if given is None else given.softmax,
         None if given is None else given.outside,

@@ -97,8 +97,7 @@ def block_patterns() -> list[Pattern]:
     def panel(title: str, call: str, note: str, layer: Any, cell: tuple[int, int]) -> Pattern:
         maps = layer_maps(layer, x, [cell], received=False)
         assert maps.weights is not None
-        at = tuple(c * g // n for c, g, n in zip(cell, maps.grid, maps.query_grid, strict=True))
-        return Pattern(title, call, note, (at[0], at[1]), maps.weights[0, 0].mean(0))
+        return Pattern(title, call, note, maps.centres[0], maps.weights[0, 0].mean(0))
 
     return [
         panel("Window attention", "WindowAttention2d(C, C, 7)", "fixed windows, cut at the border", window, CENTRE),
