@@ -201,6 +201,20 @@ def test_autocast_changes_nothing_much():
     assert 0 < (rough.weights - exact.weights).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_autocast_in_every_layer(case):
+    """With padding and masks, by content alone too."""
+    layer, x = made(case).float(), torch.randn(2, 8, *SIZE)
+    mask = torch.rand(2, *SIZE) > 0.4
+    exact = layer_maps(layer, x, [(1, 3)], content=True, key_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = layer_maps(layer, x, [(1, 3)], content=True, key_mask=mask)
+    for name in ("softmax", "content"):
+        if getattr(exact, name) is not None:
+            assert getattr(rough, name).dtype == torch.float32
+            assert (getattr(rough, name) - getattr(exact, name)).abs().max() < 0.1
+
+
 @pytest.mark.parametrize("case", ["local", "stem", "qna", "window", "global"])
 def test_content_is_the_layer_without_positions(case):
     layer, x = made(case), torch.randn(1, 8, *SIZE, dtype=torch.float64)

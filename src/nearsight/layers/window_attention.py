@@ -21,7 +21,7 @@ from nearsight.layers.common import (
 )
 from nearsight.ops.block.partition import count_blocks
 from nearsight.ops.checks import check_choice, check_pair
-from nearsight.ops.dispatch import always, exporting
+from nearsight.ops.dispatch import always, exporting, full_precision
 
 __all__ = ["WindowAttention2d"]
 
@@ -128,7 +128,8 @@ class WindowAttention2d(nn.Module):
         check_map(LAYER, x, self.in_channels, key_mask)
         q, k, _, valid = self._project(x, key_mask)
         wide = torch.promote_types(q.dtype, torch.float32)
-        logits = (q.to(wide) * self.head_dim**-0.5) @ k.to(wide).transpose(-1, -2)
+        with full_precision(x):
+            logits = (q.to(wide) * self.head_dim**-0.5) @ k.to(wide).transpose(-1, -2)
         bias = self.position_table() if position else None
         if bias is not None:
             logits = logits + bias.to(wide)
