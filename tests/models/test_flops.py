@@ -164,6 +164,21 @@ def test_the_model_is_left_as_it_is():
     assert model[0].weight.device.type == "cpu"
 
 
+def test_frozen_parts_stay_frozen():
+    model = nn.Sequential(nn.Conv2d(4, 2, 1, device="meta"), nn.BatchNorm2d(2, device="meta")).train()
+    model[1].eval()
+    count_flops(model, (3, 5))
+    assert [module.training for module in model] == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["sasa_resnet_nano", "qna_vit_nano", "aa_resnet50_cifar", "resnet_nano"])
+def test_networks_of_another_dtype(name, dtype):
+    assert count_flops(timm.create_model(name, dtype=dtype, device="meta"), 32) == count_flops(
+        timm.create_model(name), 32
+    )
+
+
 def test_real_calls_in_other_threads_run_as_ever():
     q = torch.randn(1, 4, 5, 1, 2)
     wanted = ops.local_attention(q, q, q, window=3)

@@ -106,16 +106,12 @@ def count_flops(model: nn.Module, size: int | tuple[int, int] | None = None, con
 def measure_work(model: nn.Module, size: int | tuple[int, int] | None = None) -> Work:
     """The work of a forward pass over one image, in evaluation mode; the model itself is left as it is."""
     channels, height, width = _input_size(model, size)
-    if any(t.device.type != "meta" for t in (*model.parameters(), *model.buffers())):
-        model = copy.deepcopy(model).to("meta")
-    training = model.training
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    model = copy.deepcopy(model).to("meta").eval()
     tally = _Tally()
     counter = FlopCounterMode(display=False, custom_mapping=dict(_ELEMENTS))
-    try:
-        with torch.no_grad(), tally.watching(model), counter:
-            model.eval()(torch.empty(1, channels, height, width, device="meta"))
-    finally:
-        model.train(training)
+    with torch.no_grad(), tally.watching(model), counter:
+        model(torch.empty(1, channels, height, width, dtype=dtype, device="meta"))
     work = tally.work
     for op, count in counter.get_flop_counts().get("Global", {}).items():
         part = _PART_OF.get(op, "product")
