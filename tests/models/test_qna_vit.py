@@ -210,6 +210,9 @@ def test_norm_formats_and_pruning():
         torch.testing.assert_close(features[-1], last.permute(0, 2, 3, 1))
         early = model.forward_intermediates(x, indices=[1], stop_early=True, intermediates_only=True)
         torch.testing.assert_close(early[0].permute(0, 2, 3, 1), features[1])
+        reached, (kept,) = model.forward_intermediates(x, indices=[1], stop_early=True)
+        assert torch.equal(reached, kept)
+        torch.testing.assert_close(model.forward_intermediates(x, indices=[3], stop_early=True)[0], last)
         assert model.prune_intermediate_layers([0, 1]) == [0, 1]
     assert len(model.stages) == 2
 

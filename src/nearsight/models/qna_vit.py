@@ -347,17 +347,18 @@ class QnAViT(nn.Module):
         features = []
         x = self.patch_embed(x, key_mask)
         key_mask = self.patch_embed.mask(key_mask)
-        for i, stage in enumerate(self._stages()):
-            if stop_early and i > last:
-                break
+        stages = self._stages()
+        run = stages[: last + 1] if stop_early else stages
+        for i, stage in enumerate(run):
             x = stage(x, key_mask)
             key_mask = stage.mask(key_mask)
             if i in take:
-                kept = zero_masked(self.norm(x), key_mask) if norm and i == len(self.stages) - 1 else x
+                kept = zero_masked(self.norm(x), key_mask) if norm and i == len(stages) - 1 else x
                 features.append(kept if output_fmt == "NCHW" else to_channels_last(kept))
         if intermediates_only:
             return features
-        return zero_masked(self.norm(x), key_mask), features
+        # The norm is the last stage's, as wide as that.
+        return zero_masked(self.norm(x), key_mask) if len(run) == len(stages) else x, features
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
