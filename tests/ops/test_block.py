@@ -63,6 +63,15 @@ def test_torch_by_the_error_rule(dtype, options, block):
     assert_by_error_rule(run("torch"), run("reference"), make(dtype, **options))
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_position_gradients_of_many_blocks_by_the_error_rule(seed):
+    def run(backend):
+        return lambda **tensors: block_attention(**tensors, heads=4, backend=backend)
+
+    inputs = make(torch.float32, size=(96, 64), batch=4, heads=4, dim=16)
+    assert_by_error_rule(run("torch"), run("reference"), inputs, seed=seed)
+
+
 def test_gradcheck():
     inputs = double(size=(3, 5), heads=1, dim=2, inputs=2, mask=0.7)
     mask = inputs.pop("key_mask")

@@ -54,8 +54,11 @@ def _relative_logits(call: BlockCall, q: Tensor) -> Tensor:
     offset = place[None, :] - place[:, None] + side - 1
     q = q.unflatten(2, (side, side))
     logits = q.new_zeros(())
+    # A table per head and place, whose gradient adds up blocks alone: one long sum of all three rounds past the error rule.
     if call.rel_row is not None:
-        logits = logits + torch.einsum("nhijd,iad->nhija", q[..., :half], call.rel_row[offset])[..., :, None]
+        rows = call.rel_row[offset][None, :, None].expand(call.heads, -1, side, -1, -1)
+        logits = logits + torch.einsum("nhijd,hijad->nhija", q[..., :half], rows)[..., :, None]
     if call.rel_col is not None:
-        logits = logits + torch.einsum("nhijd,jbd->nhijb", q[..., half:], call.rel_col[offset])[..., None, :]
+        columns = call.rel_col[offset].expand(call.heads, side, -1, -1, -1)
+        logits = logits + torch.einsum("nhijd,hijbd->nhijb", q[..., half:], columns)[..., None, :]
     return logits.expand(*q.shape[:4], side, side).flatten(4).flatten(2, 3)
