@@ -128,6 +128,18 @@ def test_marks_lie_on_the_pixel_and_frames_around_the_view():
         assert ((top + bottom) / 2, (left + right) / 2) == pytest.approx((6, 20))
 
 
+def test_frames_where_cells_do_not_divide_the_image():
+    """Cells are as large as the network made them, the last ones cut off by the image's border."""
+    pooled = nn.Sequential(nn.AvgPool2d(8, ceil_mode=True), LocalAttention2d(3, 8, 3, num_heads=2))
+    maps = attention_maps(pooled, torch.randn(1, 3, 97, 137), pixels=[(96, 100)], content=True)["1"]
+    picture = Picture("p", np.zeros((97, 137)))
+    given = figures.draw_given(picture, maps, (96, 100)).figure.axes[0]
+    parts = figures.draw_parts(picture, [maps], [(96, 100)]).figure.axes[0]
+    for axis in (given, parts):
+        # Cells 10…12 by 10…14, a cell more than is seen on each side.
+        assert outlined(axis)[-1] == pytest.approx((79.5, 79.5, 96.5, 119.5))
+
+
 def test_marks_of_strided_queries_lie_where_their_windows_do():
     layer = QnA2d(3, 8, 3, num_heads=2, stride=2)
     maps = attention_maps(layer, torch.randn(1, 3, 17, 21), pixels=[(13, 18)], content=True)[""]

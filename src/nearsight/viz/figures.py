@@ -99,7 +99,7 @@ def draw_given(
     sheet.picture(sheet.axes[0], picture.shown, pixel)
     sheet.axes[0].set_anchor("C")
     if zoomed:
-        sheet.frame(sheet.axes[0], maps.image_size, maps.grid, (top, left, bottom, right))
+        sheet.frame(sheet.axes[0], maps.image_part((top, left, bottom, right)))
     sheet.label(sheet.axes[0], "image, pixel marked" if not zoomed else "image, view framed")
     low, high, colours = scale_of(weights[shown])
     image = None
@@ -189,7 +189,7 @@ def draw_parts(picture: Picture, group: Sequence[LayerMaps], pixels: Sequence[Pa
         axis = sheet.axes[line * across]
         sheet.picture(axis, picture.shown, pixel)
         if view != (0, 0, *first.grid):
-            sheet.frame(axis, first.image_size, first.grid, view)
+            sheet.frame(axis, first.image_part(view))
         sheet.label(axis, f"pixel ({pixel[0]}, {pixel[1]})")
     for column, (title, key, means) in enumerate(shown, 1):
         numbers[key] = means

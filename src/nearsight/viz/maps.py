@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ __all__ = ["LayerMaps", "attention_layers", "attention_maps", "cell_of", "choose
 
 OP = "attention_maps"
 Pair = tuple[int, int]
+Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +102,17 @@ class LayerMaps:
             return flat[..., :height, :width].reshape(*maps.shape[:-2], height, width)
         rows, columns = (torch.tensor(axis, device=maps.device) for axis in _cells(self.image_size, self.grid))
         return maps.index_select(-2, rows).index_select(-1, columns)
+
+    def image_part(self, part: Box) -> Box:
+        """The pixels of the image under a part of the grid; both are (top, left, bottom, right), the last two not included."""
+        rows, columns = _cells(self.image_size, self.grid)
+        top, left, bottom, right = part
+        return (
+            bisect_left(rows, top),
+            bisect_left(columns, left),
+            bisect_left(rows, bottom),
+            bisect_left(columns, right),
+        )
 
 
 def attention_maps(

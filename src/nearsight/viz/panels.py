@@ -133,17 +133,13 @@ class Sheet:
         for colour, width in (("white", 2.2), ("#d55e00", 1.2)):
             axis.add_patch(Rectangle(corner, side, side, fill=False, edgecolor=colour, linewidth=width, zorder=4))
 
-    def frame(self, axis: Any, image: tuple[int, int], grid: tuple[int, int], view: tuple[int, int, int, int]) -> None:
-        """Outline on the image the part of the grid (top, left, bottom, right) that the other panels show."""
+    def frame(self, axis: Any, part: tuple[int, int, int, int]) -> None:
+        """Outline a part of the image (top, left, bottom, right)."""
         from matplotlib.patches import Rectangle
 
-        tall, wide = (size / cells for size, cells in zip(image, grid, strict=True))
-        top, left, bottom, right = view
-        corner = (left * wide - 0.5, top * tall - 0.5)
-        box = Rectangle(
-            corner, (right - left) * wide, (bottom - top) * tall, fill=False, edgecolor="white", linewidth=1
-        )
-        axis.add_patch(box)
+        top, left, bottom, right = part
+        corner = (left - 0.5, top - 0.5)
+        axis.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, edgecolor="white", linewidth=1))
 
     def map(self, axis: Any, numbers: Any, low: float, high: float, colours: str, *, seen: Any = None) -> Any:
         """A map of numbers on the shared scale; grey where `seen` is False."""
