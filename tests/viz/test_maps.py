@@ -405,6 +405,27 @@ def test_queries_stand_in_the_middle_of_what_they_see(case):
         assert seen.amin(0).tolist() == first
 
 
+@pytest.mark.parametrize("size", [(33, 50), (34, 45), (32, 35)])
+def test_cells_of_a_network_that_pads_on_both_sides(size):
+    """A pixel's cell is the one whose patch it is part of."""
+    model = timm.create_model("qna_vit_nano", patch_size=4).eval()
+    image = torch.randn(1, 3, *size, requires_grad=True)
+    patches = model.patch_embed(image)
+    pixels = [(y, x) for y in (0, 3, 16, size[0] - 1) for x in (0, 3, 19, size[1] - 1)]
+    maps = attention_maps(model, image.detach(), "stages.0", pixels, received=False)["stages.0.blocks.0.mixer"]
+    whole = maps.on_image(torch.arange(patches[0, 0].numel()).view(patches.shape[2:]))
+    smooth = maps.on_image(torch.arange(patches.shape[3]).float().expand(patches.shape[2:]), smooth=True)
+    for (y, x), (row, column) in zip(pixels, maps.cells, strict=True):
+        (seen,) = torch.autograd.grad(patches[0, :, row, column].sum(), image, retain_graph=True)
+        assert seen[0, :, y, x].any()
+        assert whole[y, x] == row * patches.shape[3] + column
+        # An overlay is at a cell's number within half a cell of it.
+        assert abs(smooth[y, x] - column) <= 0.5
+        top, left, bottom, right = maps.image_part((row, column, row + 1, column + 1))
+        assert [top, left] == seen[0].abs().sum(0).nonzero().amin(0).tolist()
+        assert [bottom - 1, right - 1] == seen[0].abs().sum(0).nonzero().amax(0).tolist()
+
+
 def test_on_the_image_each_pixel_has_its_cells_weight():
     net = nn.Sequential(nn.AvgPool2d(2, ceil_mode=True), LocalAttention2d(4, 4, 3, num_heads=2))
     maps = attention_maps(net, torch.randn(1, 4, 5, 9), pixels=[(4, 8)])["1"]

@@ -58,7 +58,12 @@ class PatchEmbed2d(nn.Module):
     def pad(self, x: Tensor) -> Tensor:
         """Zeros (False) around the last two axes up to whole patches: ⌊total/2⌋ before, the rest after."""
         rows, columns = -x.shape[-2] % self.patch_size, -x.shape[-1] % self.patch_size
-        return F.pad(x, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2])
+        top, left = self.before(x.shape[-2], x.shape[-1])
+        return F.pad(x, [left, columns - left, top, rows - top])
+
+    def before(self, height: int, width: int) -> tuple[int, int]:
+        """Rows above and columns left of an image that `pad` adds."""
+        return -height % self.patch_size // 2, -width % self.patch_size // 2
 
     def mask(self, key_mask: Tensor | None) -> Tensor | None:
         return None if key_mask is None else shrink_mask(self.pad(key_mask), self.patch_size)

@@ -7,7 +7,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from nearsight.layers import ExplicitAttention2d, ExplicitAugmentedConv2d
+from nearsight.models.qna_vit import PatchEmbed2d
 from nearsight.ops.checks import check_key_mask, check_pair, shape_text
 from nearsight.viz.extractors import Extractor, Given, extractor_of
 
@@ -50,6 +51,7 @@ class LayerMaps:
         received: [B, heads, h, w], for each pixel the sum of the softmax over all queries that see it (and over L).
         kernels: [B, rows, columns, heads, kh, kw], the weights of every window as they act (for `QnAUpsample2d` summed over
             the pixels it makes), where asked for and where the layer has windows of taps: local attention and QnA.
+        before: the rows above and columns left of the image that the network padded it with (QnA-ViT, up to whole patches).
 
     `on_image(maps)` brings any of them from h×w to the image's grid.
     """
@@ -67,6 +69,7 @@ class LayerMaps:
     content: Tensor | None
     received: Tensor | None
     kernels: Tensor | None = None
+    before: Pair = (0, 0)
 
     @property
     def heads(self) -> int:
@@ -96,16 +99,19 @@ class LayerMaps:
         if smooth:
             step = _step(self.image_size, self.grid)
             size = self.image_size if step is None else (self.grid[0] * step, self.grid[1] * step)
+            top, left = (0, 0) if step is None else self.before
             flat = maps.reshape(1, -1, *self.grid)
             flat = F.interpolate(flat, size, mode="bilinear", align_corners=False) if flat.numel() else flat
             height, width = self.image_size
-            return flat[..., :height, :width].reshape(*maps.shape[:-2], height, width)
-        rows, columns = (torch.tensor(axis, device=maps.device) for axis in _cells(self.image_size, self.grid))
+            flat = flat[..., top : top + height, left : left + width]
+            return flat.reshape(*maps.shape[:-2], height, width)
+        under = _cells(self.image_size, self.grid, self.before)
+        rows, columns = (torch.tensor(axis, device=maps.device) for axis in under)
         return maps.index_select(-2, rows).index_select(-1, columns)
 
     def image_part(self, part: Box) -> Box:
         """The pixels of the image under a part of the grid; both are (top, left, bottom, right), the last two not included."""
-        rows, columns = _cells(self.image_size, self.grid)
+        rows, columns = _cells(self.image_size, self.grid, self.before)
         top, left, bottom, right = part
         return (
             bisect_left(rows, top),
@@ -171,6 +177,12 @@ def attention_maps(
     chosen = choose_layers(model, layers)
     wanted = None if pixels is None else [_pixel(pixel, size) for pixel in pixels]
     found: dict[str, LayerMaps] = {}
+    before: Pair = (0, 0)
+
+    def note_padding(module: PatchEmbed2d, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal before
+        if tuple(args[0].shape[2:]) == size:
+            before = module.before(*size)
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -181,12 +193,14 @@ def attention_maps(
             grid = (x.shape[2], x.shape[3])
             extractor = _extractor(module)
             query_grid = extractor.query_grid(module, grid)
-            cells = None if wanted is None else [cell_of(pixel, size, query_grid) for pixel in wanted]
-            found[label] = _look(label, module, x, mask, cells, size, received, content, kernels)
+            cells = None if wanted is None else [cell_of(pixel, size, query_grid, before) for pixel in wanted]
+            maps = _look(label, module, x, mask, cells, size, received, content, kernels)
+            found[label] = replace(maps, before=before)
 
         return hook
 
     handles = [m.register_forward_hook(look(name), with_kwargs=True) for name, m in chosen.items()]
+    handles += [m.register_forward_hook(note_padding) for m in model.modules() if isinstance(m, PatchEmbed2d)]
     try:
         with _evaluating(model), torch.no_grad():
             _run(model, images, key_mask)
@@ -274,21 +288,22 @@ def explicit_map(
     return maps.weights[0, 0]
 
 
-def cell_of(pixel: Pair, image: Pair, grid: Pair) -> Pair:
-    """The cell of a grid under a pixel of the image.
+def cell_of(pixel: Pair, image: Pair, grid: Pair, before: Pair = (0, 0)) -> Pair:
+    """The cell of a grid under a pixel of the image, which the network padded with some rows and columns `before`.
 
-    >>> cell_of((8, 13), (9, 14), (3, 4)), cell_of((8, 13), (10, 20), (7, 7))
-    ((2, 3), (5, 4))
+    >>> cell_of((8, 13), (9, 14), (3, 4)), cell_of((8, 13), (10, 20), (7, 7)), cell_of((3, 3), (9, 9), (3, 3), (1, 0))
+    ((2, 3), (5, 4), (1, 0))
     """
-    rows, columns = _cells(image, grid)
+    rows, columns = _cells(image, grid, before)
     return rows[pixel[0]], columns[pixel[1]]
 
 
-def _cells(image: Pair, grid: Pair) -> tuple[list[int], list[int]]:
+def _cells(image: Pair, grid: Pair, before: Pair) -> tuple[list[int], list[int]]:
     """The cell of every row and of every column of an image."""
     step = _step(image, grid)
     rows, columns = (
-        [i // step if step else i * cells // size for i in range(size)] for size, cells in zip(image, grid, strict=True)
+        [(i + padding) // step if step else i * cells // size for i in range(size)]
+        for size, cells, padding in zip(image, grid, before, strict=True)
     )
     return rows, columns
 
