@@ -28,6 +28,15 @@ def test_pooling_over_valid_pixels_is_pooling_the_crop(kind, flatten):
     assert global_pool_valid(pool, x, torch.zeros_like(mask)).eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_beyond_half_types_do_not_matter(dtype):
+    pool = SelectAdaptivePool2d(pool_type="avg", flatten=True)
+    x = torch.full((1, 2, 32, 40), 100.0, dtype=dtype)
+    pooled = global_pool_valid(pool, x, corner_mask((32, 40), (31, 37)))
+    assert pooled.dtype == dtype
+    assert pooled.eq(100).all()
+
+
 def test_no_pooling_keeps_the_map_and_zeroes_what_is_masked():
     x = torch.randn(1, 3, 5, 7)
     mask = corner_mask((5, 7), (2, 4))

@@ -61,8 +61,10 @@ def global_pool_valid(pool: SelectAdaptivePool2d, x: Tensor, key_mask: Tensor | 
     valid = key_mask[:, None]
     parts = []
     if "avg" in kind:
-        count = valid.sum((2, 3), dtype=x.dtype).clamp(min=1)
-        parts.append(zero_masked(x, key_mask).sum((2, 3)) / count)
+        # A sum over a map soon lies beyond float16.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        count = valid.sum((2, 3), dtype=wide).clamp(min=1)
+        parts.append((zero_masked(x, key_mask).sum((2, 3), dtype=wide) / count).to(x.dtype))
     if "max" in kind:
         lowest = x.masked_fill(~valid, torch.finfo(x.dtype).min).amax((2, 3))
         parts.append(torch.where(valid.any(3).any(2), lowest, torch.zeros_like(lowest)))
