@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -39,14 +40,23 @@ def loaded(file: Path) -> Any:
     return lambda x: torch.from_numpy(session.run(["logits"], {"images": x.numpy()})[0])
 
 
+def own_rounding(model: nn.Module, rows: int, columns: int) -> float:
+    """How far the network itself is from float64, at most among images: 152 layers by more than 1e-5 of the largest."""
+    x = images(rows, columns, batch=16, seed=rows)
+    return float((model(x) - copy.deepcopy(model).double()(x.double())).abs().max())
+
+
 def assert_same(model: nn.Module, file: Path, *sizes: tuple[int, int], batches: tuple[int, ...] = (1, 3)) -> None:
     run = loaded(file)
     with torch.no_grad():
         for rows, columns in sizes:
             for batch in batches:
                 x = images(rows, columns, batch=batch, seed=rows)
-                wanted = model(x)
-                torch.testing.assert_close(run(x), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+                wanted, found = model(x), run(x)
+                limit = 1e-5 * float(wanted.abs().max())
+                if float((found - wanted).abs().max()) > limit:
+                    limit = max(limit, 2 * own_rounding(model, rows, columns))
+                torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
 
 
 # The shortest networks that have every mechanism and, past the first stage, its down-sampling.
