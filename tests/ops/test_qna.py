@@ -216,6 +216,16 @@ def test_sums_over_large_windows_obey_the_error_rule(monkeypatch, window):
     assert_by_error_rule(on("torch", window=window), on("reference", window=window), given)
 
 
+@pytest.mark.parametrize(("batch", "size", "window", "stride"), [(2, 112, 3, 1), (8, 112, 3, 2), (2, 112, 7, 1)])
+def test_sums_over_many_pixels_obey_the_error_rule(batch, size, window, stride):
+    """The position biases' gradient is a small difference of two sums over all of them."""
+    options = {"window": window, "stride": stride}
+    for seed in range(0, 12, 4):
+        given = inputs(batch, size, size, (window, window), queries=1, heads=2, dim=8, spread=1.0, seed=seed)
+        given["position_bias"] *= 0.5
+        assert_by_error_rule(on("torch", **options), on("reference", **options), given)
+
+
 def no_sums(*arguments):
     return None
 
