@@ -179,6 +179,14 @@ def test_a_folder_is_no_file(tiny, capsys, tmp_path):
     assert "wanted the name of a file to write" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--csv", "--json", "--plot"])
+def test_an_impossible_folder_is_said_before_the_timing(monkeypatch, capsys, tmp_path, option):
+    monkeypatch.setattr("nearsight.cli.bench.run_suite", lambda *args, **options: pytest.fail("timed"))
+    (tmp_path / "file").touch()
+    assert main(["bench", "ops", option, str(tmp_path / "file" / "rows.png")]) == 2
+    assert "nearsight bench: cannot open" in capsys.readouterr().err
+
+
 def test_what_a_plot_needs_is_said_before_the_timing(tiny, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("nearsight.cli.bench.run_suite", lambda *args, **options: pytest.fail("timed"))

@@ -69,8 +69,11 @@ def bench(
     row: below 1, ours is faster. On CUDA, times are replays of a captured graph, with the plain launches beside them.
     """
     for path in (csv, json, plot):
-        if path is not None and path.is_dir():
+        if path is None:
+            continue
+        if path.is_dir():
             raise UserError(f"got the folder {str(path)!r}, wanted the name of a file to write.")
+        path.parent.mkdir(parents=True, exist_ok=True)  # where that is impossible is said before the timing, too
     if plot is not None:
         if plot.suffix not in PLOTS:
             raise UserError(
