@@ -160,6 +160,7 @@ def test_mode_device_and_dtype_follow():
         ({}, 3, {}, TypeError, "replace_conv: got layer of type int, wanted a name, a layer class, or a function"),
         ({}, lambda conv: "no", {}, TypeError, "replace_conv: got str as the replacement of 'body.0', wanted a torch.nn.Module"),
         ({}, "local", {"where": "nowhere"}, ValueError, "2 spatial convolutions of which where='nowhere' picks none"),
+        ({}, "local", {"where": "(body"}, ValueError, "got where='(body', wanted a regular expression (missing ), unterminated"),
         ({}, "local", {"where": 7}, TypeError, "got where of type int, wanted a regular expression"),
     ],
 )  # fmt: skip

@@ -94,6 +94,11 @@ def _picked(model: nn.Module, where: Any) -> list[tuple[list[str], nn.Conv2d]]:
             f"{OP}: got where of type {type(where).__name__}, wanted a regular expression, a function of name and "
             f"convolution, or None."
         )
+    if isinstance(where, str):
+        try:
+            re.compile(where)
+        except re.error as error:
+            raise ArgumentValueError(f"{OP}: got where={where!r}, wanted a regular expression ({error}).") from error
     names: dict[nn.Conv2d, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1:
