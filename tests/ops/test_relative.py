@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nearsight.errors import BackendError
 from nearsight.layers import relative_attention
 from nearsight.layers.relative_attention import RelativeAttention2d
 from nearsight.ops.relative import rows as relative
@@ -152,3 +154,22 @@ def test_layer_compiles_once_for_all_large_maps():
         torch.testing.assert_close(compiled(image), layer(image))
     assert len(graphs) == 1
     assert any("relative_rows" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+def test_layer_goes_its_other_way_under_transforms():
+    """The operator's gradient is that of autograd's backward: in forward mode torch took it for a constant, without a word."""
+    layer, x, _ = layer_and_map()
+    along = torch.randn_like(x)
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other ones know no forward mode
+        slope = torch.func.jvp(layer, (x,), (along,))[1]
+    torch.testing.assert_close(slope, (layer(x + 1e-2 * along) - layer(x - 1e-2 * along)) / 2e-2, atol=5e-3, rtol=5e-2)
+    gradient = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    leaf = x.requires_grad_()
+    (wanted,) = torch.autograd.grad(layer(leaf).square().sum(), leaf, create_graph=True)
+    torch.testing.assert_close(gradient, wanted, atol=1e-3, rtol=1e-4)
+    with pytest.raises(BackendError) as raised:
+        wanted.sum().backward()
+    assert str(raised.value) == (
+        "RelativeAttention2d: got a gradient of a gradient, wanted first derivatives: the chosen backend has no others; "
+        "use torch.func.grad twice, under sdpa_kernel(SDPBackend.MATH)."
+    )

@@ -22,7 +22,7 @@ from nearsight.layers.common import (
     zero_masked,
 )
 from nearsight.ops.checks import check_pair
-from nearsight.ops.dispatch import exporting
+from nearsight.ops.dispatch import exporting, transform_refusal
 from nearsight.ops.relative import triton_impl
 from nearsight.ops.relative.rows import MASKED_LOGIT, attend_by_rows
 
@@ -112,7 +112,7 @@ class RelativeAttention2d(nn.Module):
             y = self._attend_fused(packed, key_mask)
         else:
             pixels = x.shape[2] * x.shape[3]
-            by_rows = x.device.type == "cpu" and not exporting() and pixels >= LARGE
+            by_rows = x.device.type == "cpu" and not exporting() and pixels >= LARGE and transform_refusal() is None
             y = (self._attend_by_rows if by_rows else self._attend)(*self._split(packed), key_mask)
         y = y.flatten(3)
         if self.stride == 2:

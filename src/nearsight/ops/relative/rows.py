@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearsight.ops.dispatch import full_precision
+from nearsight.ops.dispatch import full_precision, refuse_second_derivatives
 
 __all__ = ["MASKED_LOGIT", "attend_by_rows", "backward_by_rows", "forward_by_rows"]
 
@@ -237,3 +237,6 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 relative_rows.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives(
+    "RelativeAttention2d", relative_rows_backward, "use torch.func.grad twice, under sdpa_kernel(SDPBackend.MATH)"
+)
