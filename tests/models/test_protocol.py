@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from timm.models import group_parameters
 from timm.models._manipulate import group_with_matcher
 
+from nearsight import LocalAttention2d, replace_conv
 from nearsight.models.flops import count_parameters
 from tests.models.zoo import AUTOENCODERS, NAMES, NANO, NUMBERS, SIZE_OF, awake, images, meta
 from tests.support.digits import learn_digits, train_on_digits
@@ -297,6 +298,41 @@ def test_padding_under_a_mask_is_as_if_it_were_not_there(network):
     with torch.no_grad():
         alone = network.forward_intermediates(x, intermediates_only=True)
         padded = network.forward_intermediates(canvas, key_mask=mask, intermediates_only=True)
+    for small, large in zip(alone, padded, strict=True):
+        cut = large[:, :, : small.shape[2], : small.shape[3]]
+        torch.testing.assert_close(cut, small, rtol=1e-3, atol=1e-4 * float(small.abs().max()))
+
+
+def attend_locally(conv):
+    return LocalAttention2d(
+        conv.in_channels, conv.out_channels, 7, stride=conv.stride, num_heads=conv.out_channels // 4
+    )
+
+
+PLAIN_MOBILENET = {"from_channels": 10**6, "channel_multiplier": 0.35}
+CONVOLUTIONS = [
+    ("resnet_nano", {}, r"conv1$|conv2$"),
+    ("sasa_resnet26", {"stem_values": "plain", "stages": "cccc"}, r"layer1"),
+    ("expatt_resnet_nano", {"stages": "cccc"}, r"conv1$|conv2$"),
+    ("qna_vit_nano", {"mixer": "conv"}, r"stages"),
+    ("expatt_mobilenetv2_100", PLAIN_MOBILENET, r"conv_stem"),
+]
+PLACES = [(*convolutions, layer) for convolutions in CONVOLUTIONS for layer in ("local", "qna", attend_locally)]
+PLACES.append(("expatt_mobilenetv2_100", PLAIN_MOBILENET, r"conv_stem|conv_dw", attend_locally))
+
+
+@pytest.mark.parametrize(("name", "options", "where", "layer"), PLACES)
+def test_attention_in_place_of_convolutions_leaves_padding_out(name, options, where, layer):
+    torch.manual_seed(0)
+    model = awake(timm.create_model(name, **options)).eval()
+    options = {"local": {"num_heads": 4}, "qna": {"num_heads": 4, "tap_scale": "ones"}}
+    replace_conv(model, layer, where=where, **options.get(layer, {}))
+    x = images(32, 64)
+    canvas, mask = torch.zeros(2, 3, 96, 96), torch.zeros(2, 96, 96, dtype=torch.bool)
+    canvas[:, :, :32, :64], mask[:, :32, :64] = x, True
+    with torch.no_grad():
+        alone = model.forward_intermediates(x, intermediates_only=True)
+        padded = model.forward_intermediates(canvas, key_mask=mask, intermediates_only=True)
     for small, large in zip(alone, padded, strict=True):
         cut = large[:, :, : small.shape[2], : small.shape[3]]
         torch.testing.assert_close(cut, small, rtol=1e-3, atol=1e-4 * float(small.abs().max()))

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from nearsight.layers.common import check_map
 from nearsight.layers.explicit import RADIUS_INIT
-from nearsight.models.augmented_resnet import Augmenter, no_decay_names, run_conv, shrink_size
-from nearsight.models.common import global_pool_valid, shrink_mask, zero_masked
+from nearsight.models.augmented_resnet import Augmenter, no_decay_names, shrink_size
+from nearsight.models.common import global_pool_valid, run_spatial, shrink_mask, zero_masked
 from nearsight.ops.checks import check_choice, check_number, check_pair
 
 __all__ = ["AugmentedMobileNet"]
@@ -163,14 +163,14 @@ class AugmentedMobileNet(EfficientNet):
         if intermediates_only:
             return intermediates
         if depth == self.stage_ends[-1]:
-            x = self.bn2(run_conv(self.conv_head, x, key_mask))
+            x = self.bn2(run_spatial(self.conv_head, x, key_mask))
         return zero_masked(x, key_mask), intermediates
 
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         x, key_mask = self._stem(x, key_mask)
         for i in range(len(self.blocks)):
             x, key_mask = self._stage(i, x, key_mask)
-        return zero_masked(self.bn2(run_conv(self.conv_head, x, key_mask)), key_mask)
+        return zero_masked(self.bn2(run_spatial(self.conv_head, x, key_mask)), key_mask)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """Pool the final map and classify; key_mask is the image's, [B, H, W]."""
@@ -184,7 +184,7 @@ class AugmentedMobileNet(EfficientNet):
 
     def _stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         check_map(NAME, x, self.in_chans, key_mask)
-        return self.bn1(self.conv_stem(zero_masked(x, key_mask))), shrink_mask(key_mask, 2)
+        return self.bn1(run_spatial(self.conv_stem, x, key_mask)), shrink_mask(key_mask, 2)
 
     def _stage(self, index: int, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         for block in cast(nn.Sequential, self.blocks[index]):
@@ -197,17 +197,18 @@ class AugmentedMobileNet(EfficientNet):
 
 
 def _stride(block: Any) -> int:
-    return block.conv_dw.stride[0]
+    stride = block.conv_dw.stride
+    return stride if isinstance(stride, int) else stride[0]
 
 
 def _run_block(block: Any, x: Tensor, key_mask: Tensor | None) -> Tensor:
     """One of timm's blocks, its convolutions seeing zeros where key_mask is False."""
     small = shrink_mask(key_mask, _stride(block))
     if isinstance(block, InvertedResidual):
-        y = block.bn1(run_conv(block.conv_pw, x, key_mask))
-        y = block.bn2(run_conv(block.conv_dw, y, key_mask))
-        y = block.bn3(run_conv(block.conv_pwl, y, small))
+        y = block.bn1(run_spatial(block.conv_pw, x, key_mask))
+        y = block.bn2(run_spatial(block.conv_dw, y, key_mask))
+        y = block.bn3(run_spatial(block.conv_pwl, y, small))
     else:
-        y = block.bn1(run_conv(block.conv_dw, x, key_mask))
-        y = block.bn2(run_conv(block.conv_pw, y, small))
+        y = block.bn1(run_spatial(block.conv_dw, x, key_mask))
+        y = block.bn2(run_spatial(block.conv_pw, y, small))
     return block.drop_path(y) + x if block.has_skip else y

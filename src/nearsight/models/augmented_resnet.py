@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nearsight.errors import ArgumentValueError
 from nearsight.layers.augmented import AttentionAugmentedConv2d, AugmentedConv2d, ExplicitAugmentedConv2d
 from nearsight.layers.explicit import RADIUS_INIT
-from nearsight.models.common import shrink_mask, zero_masked
+from nearsight.models.common import run_spatial, shrink_mask, zero_masked
 from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin, check_letters, check_per_stage
 from nearsight.ops.checks import check_choice, check_pair
 from nearsight.ops.explicit.call import FIXED_KINDS
@@ -23,14 +23,8 @@ __all__ = [
     "AugmentedResNet",
     "Augmenter",
     "no_decay_names",
-    "run_conv",
     "shrink_size",
 ]
-
-
-def run_conv(conv: nn.Module, x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """A convolution, augmented or plain, that sees zeros where key_mask is False."""
-    return conv(x, key_mask) if isinstance(conv, AugmentedConv2d) else conv(zero_masked(x, key_mask))
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
@@ -103,8 +97,8 @@ class AugmentedBasicBlock(BasicBlock):
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         x = zero_masked(x, key_mask)
         small = shrink_mask(key_mask, self.stride)
-        y = self.act1(self.drop_block(self.bn1(run_conv(self.conv1, x, key_mask))))
-        y = self.bn2(run_conv(self.conv2, y, small))
+        y = self.act1(self.drop_block(self.bn1(run_spatial(self.conv1, x, key_mask))))
+        y = self.bn2(run_spatial(self.conv2, y, small))
         return self.act2(_add_skip(self, y, x))
 
 
@@ -117,7 +111,7 @@ class AugmentedBottleneck(Bottleneck):
         x = zero_masked(x, key_mask)
         small = shrink_mask(key_mask, self.stride)
         y = self.act1(self.bn1(self.conv1(x)))
-        y = self.act2(self.drop_block(self.bn2(run_conv(self.conv2, y, key_mask))))
+        y = self.act2(self.drop_block(self.bn2(run_spatial(self.conv2, y, key_mask))))
         y = self.bn3(self.conv3(zero_masked(y, small)))
         return self.act3(_add_skip(self, y, x))
 

@@ -9,11 +9,14 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from timm.layers.norm import LayerNorm2d
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight import weights
+from nearsight.layers import AttentionStem2d, ExplicitAttention2d, LocalAttention2d, QnA2d, WindowAttention2d
+from nearsight.layers.augmented import AugmentedConv2d
 from nearsight.layers.common import from_rows, pool_mask, to_rows, zero_masked
+from nearsight.layers.relative_attention import RelativeAttention2d
 
 __all__ = [
     "RowNorm2d",
@@ -22,6 +25,7 @@ __all__ = [
     "default_cfg",
     "global_pool_valid",
     "nano_cfg",
+    "run_spatial",
     "shrink_mask",
     "wants_cifar10",
     "zero_masked",
@@ -53,6 +57,23 @@ def shrink_mask(key_mask: Tensor | None, stride: int) -> Tensor | None:
     return key_mask if stride == 1 else pool_mask(key_mask, stride, stride, ceil_mode=True)
 
 
+# Also in place of a network's convolutions: `replace_conv` may have put them there.
+TAKE_MASKS = (
+    AttentionStem2d,
+    AugmentedConv2d,
+    ExplicitAttention2d,
+    LocalAttention2d,
+    QnA2d,
+    RelativeAttention2d,
+    WindowAttention2d,
+)
+
+
+def run_spatial(layer: nn.Module, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Attention, which takes the mask, or a convolution, which sees zeros where key_mask is False."""
+    return layer(x, key_mask) if isinstance(layer, TAKE_MASKS) else layer(zero_masked(x, key_mask))
+
+
 def global_pool_valid(pool: SelectAdaptivePool2d, x: Tensor, key_mask: Tensor | None) -> Tensor:
     """timm's global pooling, over valid pixels only; an image without any pools to 0."""
     if key_mask is None or pool.is_identity():
@@ -69,7 +90,7 @@ def global_pool_valid(pool: SelectAdaptivePool2d, x: Tensor, key_mask: Tensor | 
         lowest = x.masked_fill(~valid, torch.finfo(x.dtype).min).amax((2, 3))
         parts.append(torch.where(valid.any(3).any(2), lowest, torch.zeros_like(lowest)))
     pooled = torch.cat(parts, 1) if kind == "catavgmax" else sum(parts[1:], parts[0]) / len(parts)
-    flat = isinstance(pool.flatten, torch.nn.Flatten) or getattr(pool.pool, "flatten", False)
+    flat = isinstance(pool.flatten, nn.Flatten) or getattr(pool.pool, "flatten", False)
     return pooled if flat else pooled[..., None, None]
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
 from nearsight.layers.common import check_map
-from nearsight.models.common import global_pool_valid, shrink_mask, zero_masked
+from nearsight.models.common import global_pool_valid, run_spatial, shrink_mask, zero_masked
 from nearsight.ops.checks import check_choice
 
 __all__ = ["STAGES", "MaskedResNetMixin", "check_letters", "check_per_stage"]
@@ -112,7 +112,7 @@ class MaskedResNetMixin(nn.Module):
 
     def _stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         check_map(type(self).__name__, x, self.in_chans, key_mask)
-        x = self.act1(self.bn1(self.conv1(zero_masked(x, key_mask))))
+        x = self.act1(self.bn1(run_spatial(self.conv1, x, key_mask)))
         return x, shrink_mask(key_mask, self.stem_stride)
 
     def _pooled_stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

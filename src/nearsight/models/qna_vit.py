@@ -33,6 +33,7 @@ from nearsight.models.common import (
     default_cfg,
     global_pool_valid,
     nano_cfg,
+    run_spatial,
     shrink_mask,
     wants_cifar10,
     zero_masked,
@@ -98,7 +99,7 @@ class ConvMixer2d(nn.Module):
         self.proj = nn.Conv2d(in_channels, out_channels, 1, bias=False, **factory) if depthwise else nn.Identity()
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return self.proj(self.conv(zero_masked(x, key_mask)))
+        return self.proj(run_spatial(self.conv, x, key_mask))
 
 
 class QnABlock(nn.Module):

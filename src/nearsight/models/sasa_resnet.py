@@ -28,7 +28,15 @@ from torch import Tensor, nn
 
 from nearsight.layers import AttentionStem2d, LocalAttention2d
 from nearsight.layers.common import check_map
-from nearsight.models.common import cifar10_cfg, default_cfg, nano_cfg, shrink_mask, wants_cifar10, zero_masked
+from nearsight.models.common import (
+    cifar10_cfg,
+    default_cfg,
+    nano_cfg,
+    run_spatial,
+    shrink_mask,
+    wants_cifar10,
+    zero_masked,
+)
 from nearsight.models.masked_resnet import STAGES, MaskedResNetMixin, check_letters, check_per_stage
 from nearsight.ops.checks import check_choice
 
@@ -84,10 +92,7 @@ class SasaBottleneck(nn.Module):
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         x = zero_masked(x, key_mask)
         y = self.act1(self.bn1(self.conv1(x)))
-        if isinstance(self.conv2, LocalAttention2d):
-            y = self.conv2(y, key_mask)
-        else:
-            y = self.conv2(zero_masked(y, key_mask))
+        y = run_spatial(self.conv2, y, key_mask)
         y = zero_masked(self.act2(self.bn2(y)), shrink_mask(key_mask, self.stride))
         y = self.drop_path(self.bn3(self.conv3(y)))
         skip = x if self.downsample is None else self.downsample(x)
@@ -257,14 +262,6 @@ class SasaResNet(MaskedResNetMixin):
         if prune_head:
             self.reset_classifier(0, "")
         return take
-
-    def _stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        check_map(NAME, x, self.in_chans, key_mask)
-        if isinstance(self.conv1, AttentionStem2d):
-            x = self.conv1(x, key_mask)
-        else:
-            x = self.conv1(zero_masked(x, key_mask))
-        return self.act1(self.bn1(x)), shrink_mask(key_mask, self.stem_stride)
 
     def _pooled_stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         after = (self.act1, self.maxpool)
