@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nearsight.errors import ArgumentValueError
+from nearsight.errors import ArgumentValueError, BackendError
 from nearsight.layers.common import (
     check_channels,
     check_divisible,
     check_map,
+    only_weight,
     to_channels_last,
     to_nchw,
     typed_arguments,
@@ -126,11 +127,9 @@ class AttentionStem2d(nn.Module):
         check_map(LAYER, x, self.in_channels, key_mask)
         x = zero_masked(x, key_mask)
         weights = self._weights()
-        if self.values == "conv":
-            before, after = window_padding(self.kernel_size)
-            v = F.conv2d(F.pad(x, (before, after, before, after)), self.v.weight)
+        if self.values == "conv" or not self._only_weights():
             call = prepare(to_channels_last(x), **weights, w_v=weights["w_q"], key_mask=key_mask)
-            return to_nchw(torch_impl.attend(call, to_blocks(to_channels_last(v), self.kernel_size)))
+            return to_nchw(torch_impl.attend(call, self._values(x), self._queries_keys(x)))
         w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
         y = block_attention(to_channels_last(x), **weights, w_v=w_v, key_mask=key_mask, backend=self.backend)
         return to_nchw(y)
@@ -145,7 +144,7 @@ class AttentionStem2d(nn.Module):
         plain = type(norm) is nn.BatchNorm2d and not any(
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (self, norm)
         )
-        if plain and self.values != "conv" and self.backend in (None, "triton"):
+        if plain and self.values != "conv" and self._only_weights() and self.backend in (None, "triton"):
             w_v = self.v.weight.flatten(1) if self.values == "plain" else self.value_weights()
             call = prepare(to_channels_last(x), **self._weights(), w_v=w_v)
             pixels = x.shape[0] * x.shape[2] * x.shape[3]
@@ -181,9 +180,38 @@ class AttentionStem2d(nn.Module):
         if not position:
             arguments.update(rel_row=None, rel_col=None)
         image = to_channels_last(zero_masked(x, key_mask))
-        weights = torch_impl.weights(prepare(image, **arguments, w_v=arguments["w_q"], key_mask=key_mask))
+        call = prepare(image, **arguments, w_v=arguments["w_q"], key_mask=key_mask)
+        weights = torch_impl.weights(call, self._queries_keys(to_nchw(image)))
         rows, columns = (count_blocks(size, self.kernel_size) for size in x.shape[2:])
         return weights.unflatten(0, (x.shape[0], rows, columns))
+
+    def _only_weights(self) -> bool:
+        """Whether the op may take the projections' weights; where it may not, they are called, and torch does the rest."""
+        only = only_weight(self.qk, nn.Conv2d) and only_weight(self.v, nn.Conv2d)
+        if not only and self.backend not in (None, "torch"):
+            raise BackendError(
+                f"{LAYER}: backend {self.backend!r} cannot run this call: needs projections without hooks, which are called by "
+                f"their own forward, got others. Usable here: torch."
+            )
+        return only
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        return to_blocks(to_channels_last(x), self.kernel_size)
+
+    def _queries_keys(self, x: Tensor) -> Tensor | None:
+        """q and k of every place, [blocks, places, 2·out_channels], where they are more than their weights' products."""
+        return None if only_weight(self.qk, nn.Conv2d) else self._blocks(self.qk(x))
+
+    def _values(self, x: Tensor) -> Tensor:
+        """v of every place, [blocks, places, out_channels], by calling W_V."""
+        if self.values == "conv":
+            before, after = window_padding(self.kernel_size)
+            x = F.pad(x, (before, after, before, after))
+        v = self._blocks(self.v(x))
+        mixture = self.mixture()
+        if mixture is None:
+            return v
+        return torch.einsum("pm,npmc->npc", mixture.to(v.dtype), v.unflatten(-1, (self.mixtures, self.out_channels)))
 
     def _weights(self) -> dict[str, Any]:
         """What the op takes besides the image and W_V."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentTypeError, ArgumentValueError
@@ -20,6 +20,7 @@ __all__ = [
     "check_stride",
     "from_heads",
     "from_rows",
+    "only_weight",
     "pool_mask",
     "settled",
     "short_pair",
@@ -111,6 +112,17 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def from_heads(x: Tensor) -> Tensor:
     """[B, H, W, heads, D] → [B, heads·D, H, W]: a view."""
     return to_nchw(x.flatten(3))
+
+
+def only_weight(projection: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a projection is no more than its weight and bias, so that a fused form may read those instead of calling it.
+
+    Not where hooks watch it or make its weight (`torch.nn.utils.prune`, `weight_norm`), nor where another forward stands in
+    (LoRA's, a quantized one's).
+    """
+    before = projection._forward_pre_hooks or projection._backward_pre_hooks
+    after = projection._forward_hooks or projection._backward_hooks
+    return getattr(projection.forward, "__func__", None) is kind.forward and not (before or after)
 
 
 def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -15,13 +15,14 @@ from nearsight.layers.common import (
     check_map,
     check_stride,
     from_heads,
+    only_weight,
     short_pair,
     to_channels_last,
     to_nchw,
     typed_arguments,
 )
 from nearsight.layers.positions import sincos_2d
-from nearsight.ops import local_attention_projected
+from nearsight.ops import local_attention, local_attention_projected
 from nearsight.ops.checks import check_choice, check_pair
 
 __all__ = ["LocalAttention2d"]
@@ -141,20 +142,22 @@ class LocalAttention2d(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(LAYER, x, self.in_channels, key_mask)
-        y = local_attention_projected(
-            self._pixels(x),
-            self.qkv.weight,
-            self.qkv.bias,
-            num_heads=self.num_heads,
-            content=self.content,
-            window=self.kernel_size,
-            rel_row=self.rel_row,
-            rel_col=self.rel_col,
-            key_mask=key_mask,
-            dilation=self.dilation,
-            border=self.border,
-            backend=self.backend,
-        )
+        options: dict[str, Any] = {
+            "window": self.kernel_size,
+            "rel_row": self.rel_row,
+            "rel_col": self.rel_col,
+            "key_mask": key_mask,
+            "dilation": self.dilation,
+            "border": self.border,
+            "backend": self.backend,
+        }
+        if only_weight(self.qkv, nn.Linear):
+            weights = (self.qkv.weight, self.qkv.bias)
+            y = local_attention_projected(
+                self._pixels(x), *weights, num_heads=self.num_heads, content=self.content, **options
+            )
+        else:
+            y = local_attention(*self.project(x), **options)
         y = from_heads(y)
         if self.stride == 2:
             y = avg_pool_valid(y, key_mask, 2, 2, ceil_mode=True)

@@ -14,6 +14,7 @@ from nearsight.layers.common import (
     check_channels,
     check_divisible,
     check_map,
+    only_weight,
     short_pair,
     split_heads,
     to_nchw,
@@ -137,7 +138,8 @@ class _LearnedQueries2d(nn.Module):
             shift = None
             if self.key_bias is not None:
                 shift = torch.einsum("lnd,nd->ln", q, self.key_bias.to(dtype).view(self.num_heads, -1)).flatten()
-        if x.dtype == dtype == self.value.weight.dtype and autocast_dtype(x) is None:
+        plain = only_weight(self.value, nn.Linear) and x.dtype == dtype == self.value.weight.dtype
+        if plain and autocast_dtype(x) is None:
             weight = torch.cat([self.value.weight, fold])
             both = None if shift is None else torch.cat([self.value.bias, shift])
             values, scores = F.linear(pixels, weight, both).split([self.out_channels, fold.shape[0]], dim=-1)

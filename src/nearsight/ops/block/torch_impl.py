@@ -22,20 +22,24 @@ def run(call: BlockCall) -> Tensor:
     return attend(call, v)
 
 
-def attend(call: BlockCall, v: Tensor) -> Tensor:
-    """[B, H, W, C] from the call's weights and the values v [blocks, places, C]."""
+def attend(call: BlockCall, v: Tensor, qk: Tensor | None = None) -> Tensor:
+    """[B, H, W, C] from the call's weights and the values v [blocks, places, C]; `qk` as in `weights`."""
     v = v.unflatten(-1, (call.heads, -1)).transpose(1, 2)
-    y = (weights(call).to(v.dtype) @ v).transpose(1, 2).flatten(2)
+    y = (weights(call, qk).to(v.dtype) @ v).transpose(1, 2).flatten(2)
     batch, height, width, _ = call.x.shape
     return from_blocks(y, batch, height, width, call.block)
 
 
-def weights(call: BlockCall) -> Tensor:
-    """Softmax weights [blocks, heads, places, places]; zero at places that may not be attended."""
+def weights(call: BlockCall, qk: Tensor | None = None) -> Tensor:
+    """Softmax weights [blocks, heads, places, places]; zero at places that may not be attended.
+
+    `qk` are queries and keys side by side, [blocks, places, 2·C], where w_q and w_k do not make them.
+    """
     call = call.in_one_dtype()
-    blocks = to_blocks(call.x, call.block)
-    qk = F.linear(blocks, torch.cat([call.w_q, call.w_k])).unflatten(-1, (2, call.heads, -1))
-    q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)  # each [blocks, heads, places, D]
+    if qk is None:
+        qk = F.linear(to_blocks(call.x, call.block), torch.cat([call.w_q, call.w_k]))
+    # Each [blocks, heads, places, D].
+    q, k = qk.unflatten(-1, (2, call.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     logits = q @ k.transpose(-1, -2)
     if call.rel_row is not None or call.rel_col is not None:
         logits = logits + _relative_logits(call, q)
