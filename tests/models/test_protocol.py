@@ -372,6 +372,23 @@ def kept_bytes(model, x):
 
 
 @pytest.mark.parametrize("name", NANO)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_each_image_by_torch_func(name):
+    torch.manual_seed(0)
+    model = awake(timm.create_model(name)).eval()
+    x = images(16, 20, batch=3)
+
+    def loss(parameters, image):
+        return torch.func.functional_call(model, parameters, (image[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
+    model(x).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(each[key].sum(0), parameter.grad, rtol=1e-3, atol=1e-4 * scale, msg=key)
+
+
+@pytest.mark.parametrize("name", NANO)
 @pytest.mark.parametrize("size", [(8, 8), (9, 13), *SIZES[:3]])
 def test_nano_networks_take_small_images(name, size):
     model = timm.create_model(name, num_classes=3, in_chans=1)

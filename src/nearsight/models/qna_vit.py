@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nearsight.errors import ArgumentValueError
-from nearsight.layers.common import check_map, from_rows, to_channels_last, to_rows
+from nearsight.layers.common import check_map, from_rows, to_channels_last, to_nchw, to_rows
 from nearsight.layers.local_attention import LocalAttention2d
 from nearsight.layers.qna import QnA2d
 from nearsight.layers.window_attention import WindowAttention2d
@@ -72,7 +72,8 @@ class PatchEmbed2d(nn.Module):
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         check_map(NAME, x, self.proj.in_channels, key_mask)
         y = self.proj(self.pad(zero_masked(x, key_mask)))
-        return y.contiguous(memory_format=torch.channels_last)
+        # Channels-last; not by memory_format, which torch.func.vmap does not know.
+        return to_nchw(to_channels_last(y).contiguous())
 
 
 class ConvMixer2d(nn.Module):
