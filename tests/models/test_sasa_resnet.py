@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.models import group_parameters
+from torch import nn
 from torch.nn import functional as F
 
 import nearsight  # noqa: F401, registers the models
@@ -304,6 +305,18 @@ def test_the_pooled_stem_is_the_stem_then_the_pooling(masked):
     assert torch.equal(model._pooled_stem(x, mask)[0], apart)
     assert seen == [(2, 64, 21, 30)]
     hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("pool", "size"), [(nn.Identity(), (21, 30)), (nn.MaxPool2d(2), (10, 15)), (nn.MaxPool2d(4), (5, 7))], ids=str
+)
+def test_another_pooling_after_the_stem_counts(pool, size):
+    """As one puts there for small images."""
+    model = build("sasa_resnet26", layers=(1, 1, 1, 1)).eval()
+    model.maxpool = pool
+    x = torch.randn(1, 3, 21, 30)
+    assert model._pooled_stem(x, None)[0].shape[2:] == size
+    assert torch.equal(model._pooled_stem(x, None)[0], model._pool(*model._stem(x, None))[0])
 
 
 def test_initialisation_keeps_the_layers_own():

@@ -266,11 +266,19 @@ class SasaResNet(MaskedResNetMixin):
     def _pooled_stem(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         after = (self.act1, self.maxpool)
         watched = any(module._forward_hooks or module._forward_pre_hooks for module in after)
-        plain = isinstance(self.act1, nn.ReLU) and isinstance(self.maxpool, nn.MaxPool2d) and not watched
-        if key_mask is None and plain and type(self.conv1) is AttentionStem2d:
+        plain = isinstance(self.act1, nn.ReLU) and not watched
+        if key_mask is None and plain and type(self.conv1) is AttentionStem2d and _pools(self.maxpool, self.conv1):
             check_map(NAME, x, self.in_chans)
             return self.conv1.pooled(x, self.bn1), None
         return super()._pooled_stem(x, key_mask)
+
+
+def _pools(pool: nn.Module, stem: AttentionStem2d) -> bool:
+    """Whether this is the max-pool over the stem's blocks, not one that was put in its place."""
+    if not isinstance(pool, nn.MaxPool2d):
+        return False
+    geometry = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+    return geometry == (stem.kernel_size, stem.kernel_size, 0, 1, True)
 
 
 PAPER = {"paper_name": "Stand-Alone Self-Attention in Vision Models", "paper_ids": "arXiv:1906.05909"}
