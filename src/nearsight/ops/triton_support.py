@@ -48,7 +48,8 @@ def common_refusal(tensor: Tensor, *others: Tensor | None) -> str | None:
     if exporting():
         return "needs a call that runs, got one that is being exported"
     device = tensor.device.type
-    planned = device == "meta" and _planned()
+    # Nothing that is traced is planned, and torch 2.11 cannot trace how that is asked.
+    planned = device == "meta" and not torch.compiler.is_compiling() and _planning.get()
     if not (HAS_TRITON or planned):
         return "needs the triton package, got a Python without it; install triton"
     if not (device == "cuda" or planned or (INTERPRETED and device == "cpu")):
@@ -75,12 +76,6 @@ def planned_for_gpus() -> Iterator[None]:
         yield
     finally:
         _planning.reset(before)
-
-
-# torch.compile of torch 2.11 cannot trace a context variable.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def _planned() -> bool:
-    return _planning.get()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
