@@ -48,6 +48,28 @@ def test_is_what_a_plain_call_takes():
     assert torch.equal(on(None, window=3)(**given), on("native", window=3)(**given))
 
 
+@pytest.mark.parametrize("heads", [3, 4, 8])
+@pytest.mark.parametrize("where", ["scores", "bias"])
+def test_what_counts_minus_infinity_is_left_out(where, heads):
+    """As by a mask of one's own, per query; far below the rest, some windows are computed again from their own maximum."""
+    made = torch.Generator().manual_seed(heads)
+    scores, values = torch.randn(2, 9, 7, 2, heads, generator=made) * 15, torch.randn(2, 9, 7, heads, 4, generator=made)
+    bias = torch.randn(3, 3, 2, heads, generator=made)
+    if where == "scores":
+        scores[:, ::2, 1::3, 0] = scores[0, 5, :, 1, :2] = float("-inf")
+    else:
+        bias[0, 0] = bias[2, 1, 1] = float("-inf")
+
+    def results(backend, dtype):
+        tensors = [t.to(dtype).requires_grad_() for t in (scores, values, bias)]
+        out = qna(*tensors[:2], window=3, position_bias=tensors[2], backend=backend)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+
+    for got, wanted in zip(results("native", torch.float32), results("reference", torch.float64), strict=True):
+        assert wanted.isfinite().all()
+        torch.testing.assert_close(got.double(), wanted, atol=1e-4 * float(wanted.abs().max()), rtol=1e-3)
+
+
 # ── The error rule ──
 
 

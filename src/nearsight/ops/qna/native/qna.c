@@ -93,9 +93,9 @@ static inline int any(I mask) {
 #endif
 }
 
-// e^x for x ≤ 0 to about 1 ulp, 0 below −87; NaN stays.
+// e^x for x ≤ 0 to about 1 ulp, 0 below −87 and at −∞; NaN stays.
 static inline U exponential(U x) {
-  const U zero = x - x, safe = choose(x < -87.0f, zero - 87.0f, x);
+  const U zero = {0.0f}, safe = choose(x < -87.0f, zero - 87.0f, x);
   const Bits shifted = {.f = safe * 1.44269504f + 12582912.0f};  // the nearest integer, in the lowest bits
   const U n = shifted.f - 12582912.0f;
   U r = safe - n * 0.693359375f;
