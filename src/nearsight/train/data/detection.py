@@ -265,7 +265,8 @@ class TrainTransform:
             resize = eval_resize(data)
         else:
             resize = _ScaleJitter((data.long_side, data.long_side), wanted.scale)
-        steps: list[Any] = [v2.ClampBoundingBoxes(), resize]
+        # After the resize: its factor, rounded, may push a box at the border out by a hair, and it would be left out.
+        steps: list[Any] = [resize, v2.ClampBoundingBoxes()]
         if wanted.crop is not None:
             steps.append(_CropAtMost(wanted.crop))
         steps += [v2.RandomHorizontalFlip(wanted.flip), v2.RandomVerticalFlip(wanted.flip_rows)]
