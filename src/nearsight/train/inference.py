@@ -106,7 +106,7 @@ def evaluate(
     keys = network.checkpoint.state["config"]
     for override in overrides:
         keys = merge(keys, parse_override(override))
-    config = config_from(keys, str(network.checkpoint.path))
+    config: Any = config_from(keys, str(network.checkpoint.path))
     if config.model != saved.model:
         raise UserError(
             f"{path}: got other keys of model for a trained network, wanted only those of data and train.seed."
@@ -115,7 +115,13 @@ def evaluate(
         raise UserError(f"{path}: got a checkpoint of task {network.task!r} with task={config.task}, wanted the same.")
     # As the card has it: what the weights started from need not be there any more.
     model = ModelConfig.model_validate({**network.card["model"], "pretrained": False})
-    config = config.model_copy(update={"model": model})
+    # Wherever its images come from now, the network wants them in the units that it was trained in.
+    units = {
+        key: network.card["input"][key]
+        for key in ("mean", "std")
+        if key in network.card.get("input", {}) and getattr(config.data, key, None) is None
+    }
+    config = config.model_copy(update={"model": model, "data": config.data.model_copy(update=units)})
     where = Where(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     notes: list[str] = []
     task: Any = build_task(config, where, notes.append, evaluation_only=True)
