@@ -414,6 +414,10 @@ def test_the_evaluations_size() -> None:
             "data.augment.short_sides: got it with data.augment.scale",
         ),
         ({"augment": {"short_sides": [0]}}, "data.augment.short_sides: got [0], wanted positive numbers"),
+        (
+            {"holdout": 0.1, "eval_split": "test"},
+            "data.eval_split: got test with data.holdout=0.1, whose images are evaluated; wanted data.holdout=0 with it",
+        ),
         ({"short_side": 900}, "data.short_side: got 900, wanted at most data.long_side=640"),
         (
             {"short_side": 90, "augment": {"scale": [0.5, 1]}},

@@ -120,6 +120,43 @@ def test_splits_of_parquet_files_by_their_folders(tmp_path: Path) -> None:
     assert (len(source.train), len(source.evaluation)) == (12, 3)
 
 
+def test_the_split_that_is_named_is_evaluated(folder: Path, tmp_path: Path) -> None:
+    """Not the first there is: whoever asks for test must not be told of val."""
+    for name in ("test", "trainval"):
+        for kind in ("cat", "dog"):
+            (folder / name / kind).mkdir(parents=True)
+            picture(1).save(folder / name / kind / "a.png")
+
+    def sizes(source: str, **keys: Any) -> tuple[int, int]:
+        opened = open_source(settings(source, **keys))
+        return len(opened.train), len(opened.evaluation)
+
+    assert sizes(f"folder:{folder}") == (16, 6)
+    assert sizes(f"folder:{folder}", eval_split="test") == (16, 2)
+    assert sizes(f"folder:{folder}", eval_split="train", train_split="trainval") == (2, 16)
+    plain = open_source(settings(f"folder:{folder}", eval_split="test"), labelled=False)
+    assert (len(plain.train), len(plain.evaluation)) == (16, 2)
+    with pytest.raises(UserError, match=r"data\.eval_split: got 'dev', wanted .*, which has test, train, trainval"):
+        sizes(f"folder:{folder}", eval_split="dev")
+    with pytest.raises(UserError, match=r"data\.train_split: got 'training', wanted a split of .*, which has test, t"):
+        sizes(f"folder:{folder}", train_split="training")
+    for name, count in {"train-0": 9, "validation-0": 6, "test-0": 3}.items():
+        parquet(tmp_path / "p" / f"{name}.parquet", count)
+    assert sizes(f"parquet:{tmp_path / 'p'}") == (9, 6)
+    assert sizes(f"parquet:{tmp_path / 'p'}", eval_split="test") == (9, 3)
+    assert sizes(f"parquet:{tmp_path / 'p'}", eval_split="train") == (9, 9)
+    with pytest.raises(UserError, match=r"data\.eval_split: got 'val', wanted .* which has test, train, validation\.$"):
+        sizes(f"parquet:{tmp_path / 'p'}", eval_split="val")
+    with pytest.raises(UserError, match=r"data\.train_split: got 'test', wanted .*, which has train\."):
+        sizes(f"parquet:{tmp_path / 'p'}", train_split="test")
+    assert sizes("digits", eval_split="test") == (1347, 450)
+    assert sizes("digits", eval_split="train") == (1347, 1347)
+    with pytest.raises(UserError, match=r"data\.eval_split: got 'dev', wanted .*'digits', which has train, test\."):
+        sizes("digits", eval_split="dev")
+    (fault,) = settings("digits", eval_split="test", holdout=0.1).faults()
+    assert fault.startswith("data.eval_split: got test with data.holdout=0.1, whose images are evaluated; wanted data")
+
+
 def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     assert len(open_source(settings(f"folder:~/{folder.name}")).train) == 16

@@ -65,7 +65,9 @@ class DataConfig(Section):
     root: Place | None = Field(default=None, description="where cifar10, cifar100, hfds/, wds/ and tfds/ lie")
     download: bool = False
     train_split: str = "train"
-    eval_split: str = Field(default="validation", description="of a timm reader")
+    eval_split: str = Field(
+        default="validation", description="validation: of files the first there is of val, validation, valid, test"
+    )
     train_images: int | None = Field(
         default=None, ge=1, description="images in a streamed split, where its index does not say"
     )
@@ -95,6 +97,11 @@ class DataConfig(Section):
 
     def faults(self) -> list[str]:
         found = []
+        if self.holdout and self.eval_split != DataConfig.model_fields["eval_split"].default:
+            found.append(
+                f"data.eval_split: got {self.eval_split} with data.holdout={self.holdout:g}, whose images are evaluated; wanted "
+                "data.holdout=0 with it"
+            )
         for key in ("mean", "std"):
             value = getattr(self, key)
             if value is not None and len(value) != self.channels:

@@ -75,6 +75,11 @@ class DetectionDataConfig(Section):
 
     def faults(self) -> list[str]:
         found, low, high = [], *self.augment.scale
+        if self.holdout and self.eval_split is not None:
+            found.append(
+                f"data.eval_split: got {self.eval_split} with data.holdout={self.holdout:g}, whose images are evaluated; wanted "
+                "data.holdout=0 with it"
+            )
         if not 0 < low <= high:
             found.append(f"data.augment.scale: got {[low, high]}, wanted two positive factors, the smaller first")
         if self.augment.short_sides and (low, high) != (1, 1):
