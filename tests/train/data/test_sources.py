@@ -157,6 +157,26 @@ def test_the_split_that_is_named_is_evaluated(folder: Path, tmp_path: Path) -> N
     assert fault.startswith("data.eval_split: got test with data.holdout=0.1, whose images are evaluated; wanted data")
 
 
+def test_linked_folders_are_read_and_hidden_ones_are_not(folder: Path, tmp_path: Path) -> None:
+    """A set put together of links has its images; what notebooks and file managers leave behind are no images of it."""
+    cats = folder / "train" / "cat"
+    more = tmp_path / "store" / "more cats"
+    more.mkdir(parents=True)
+    picture(2).save(more / "a.png")
+    (more / "round").symlink_to(cats, target_is_directory=True)  # back to where it is linked from
+    for name in ("linked", "linked again"):
+        (cats / name).symlink_to(more, target_is_directory=True)
+    for hidden in (folder / "train" / ".ipynb_checkpoints", cats / ".ipynb_checkpoints"):
+        hidden.mkdir()
+        picture(3).save(hidden / "a-checkpoint.png")
+    (cats / "._a.png").write_bytes(b"of a Mac")
+    source = open_source(settings(f"folder:{folder}"))
+    assert source.classes == ["cat", "dog"]
+    assert len(source.train) == 17
+    assert [source.train.name(i) for i in range(17)].count(str(cats / "linked" / "a.png")) == 1
+    assert len(open_source(settings(f"folder:{folder}"), labelled=False).train) == 17
+
+
 def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     assert len(open_source(settings(f"folder:~/{folder.name}")).train) == 16

@@ -223,13 +223,13 @@ def _split_folder(root: Path, key: str, usual: Sequence[str], data: DataConfig) 
     named = wanted != DataConfig.model_fields[key].default
     found = next((root / name for name in ((wanted,) if named else usual) if (root / name).is_dir()), None)
     if named and found is None:
-        raise _no_split(key, data, sorted(entry.name for entry in root.iterdir() if entry.is_dir())[:8])
+        raise _no_split(key, data, _folders_in(root)[:8])
     return found
 
 
 def _are_classes(root: Path) -> None:
     """Refuse to take splits for classes: a set whose training split has another name."""
-    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    names = _folders_in(root)
     if names and all(name.lower() in (*EVALUATION, "train", "training") for name in names):
         raise UserError(
             f"data.source: {str(root)!r} has {', '.join(names)}, wanted train and one of {', '.join(EVALUATION)}, each "
@@ -237,10 +237,25 @@ def _are_classes(root: Path) -> None:
         )
 
 
+def _folders_in(root: Path) -> list[str]:
+    """The names of a folder's folders; not of hidden ones, which programs make for themselves (.ipynb_checkpoints)."""
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
 def _images_under(root: Path) -> list[str]:
+    """Image files below a folder, linked folders' too, each folder once; hidden files and folders are left out."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    return sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    found, seen = [], set[str]()
+    for folder, inner, files in os.walk(root, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen:
+            inner.clear()
+            continue
+        seen.add(place)
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        found += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+    return sorted(file for file in found if Path(file).suffix.lower() in IMG_EXTENSIONS)
 
 
 def _all_files(root: Path, data: DataConfig) -> FileImages:
@@ -251,7 +266,7 @@ def _all_files(root: Path, data: DataConfig) -> FileImages:
 
 
 def _class_files(root: Path, data: DataConfig) -> tuple[list[str], FileImages]:
-    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    classes = _folders_in(root)
     files = []
     for label, name in enumerate(classes):
         found = _images_under(root / name)
