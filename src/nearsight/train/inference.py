@@ -102,7 +102,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics of a run or checkpoint on its evaluation split (or on another: `data.source=…`)."""
     network = load_network(path, average=average)
-    saved = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
+    saved: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
     keys = network.checkpoint.state["config"]
     for override in overrides:
         keys = merge(keys, parse_override(override))
@@ -126,6 +126,8 @@ def evaluate(
     notes: list[str] = []
     task: Any = build_task(config, where, notes.append, evaluation_only=True)
     source, wanted = task.config.data.source, network.card.get("classes")
+    if config.data.holdout and source != saved.data.source:
+        notes.append(f"data.holdout={config.data.holdout:g}: that share of {source} is evaluated; all: data.holdout=0")
     if wanted is not None and hasattr(task, "match"):
         task.match(wanted)
     if wanted is not None and task.classes != wanted:

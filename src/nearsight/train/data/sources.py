@@ -408,13 +408,18 @@ def sizes_without_data(data: DataConfig, error: UserError) -> tuple[int, int]:
     return images - round(images * data.holdout), data.num_classes or known[1]
 
 
-def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]:
-    """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence."""
+def split_source(source: Source, data: DataConfig, seed: int, *, evaluation_only: bool = False) -> tuple[Any, Any]:
+    """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence.
+
+    Where nothing is trained, all images of a source without splits are evaluated.
+    """
     if data.holdout:
         if source.streamed:
             raise UserError("data.holdout: a streamed source cannot be split; name a split in data.eval_split.")
         return hold_out(source.train, data.holdout, seed)
     if source.evaluation is None:
+        if evaluation_only:
+            return source.train, source.train
         raise UserError(
             f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
         )
