@@ -110,6 +110,10 @@ class DataConfig(Section):
             low, high = getattr(self.augment, key)
             if not 0 < low <= high:
                 found.append(f"data.augment.{key}: got {low:g} to {high:g}, wanted the smaller first, above 0")
+            if self.augment.crop != "resized" and (low, high) != AugmentConfig.model_fields[key].default:
+                found.append(
+                    f"data.augment.{key}: got it with data.augment.crop={self.augment.crop}, wanted data.augment.crop=resized"
+                )
         needs = self.augment.needs_workers
         if self.on_device is True and needs:
             found.append(f"data.on_device: got true with {needs}, which runs in workers; wanted auto or false")
@@ -126,6 +130,11 @@ class DataConfig(Section):
             found.append(
                 f"data.augment.color_jitter: got {self.augment.color_jitter:g} with data.augment.auto=trivial, which changes"
                 " colours itself; wanted 0"
+            )
+        elif policy and "3a" not in policy and self.augment.color_jitter:
+            found.append(
+                f"data.augment.color_jitter: got {self.augment.color_jitter:g} with data.augment.auto={policy}, beside which timm"
+                " leaves it out; wanted 0"
             )
         return found
 
