@@ -81,6 +81,17 @@ def test_parquet(tmp_path: Path, names: bool) -> None:
     assert source.train.name(7) == "row 1 of train-00001-of-00002.parquet (1.png)"
 
 
+def test_parquet_whose_evaluation_lacks_the_last_class(tmp_path: Path) -> None:
+    parquet(tmp_path / "train-0.parquet", 9, names=False)
+    parquet(tmp_path / "test-0.parquet", 2, names=False)
+    source = open_source(settings(f"parquet:{tmp_path}"))
+    assert (source.classes, len(source.evaluation)) == (["0", "1", "2"], 2)
+    parquet(tmp_path / "train-0.parquet", 2, names=False)
+    parquet(tmp_path / "test-0.parquet", 9, names=False)
+    with pytest.raises(UserError, match=r"has 2 classes in train and 3 in evaluation, wanted the same ones; .* in 2\."):
+        open_source(settings(f"parquet:{tmp_path}"))
+
+
 def test_cifar_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hundred = tuple(str(n) for n in range(100))
     parquet(tmp_path / "cifar100" / "train-0.parquet", 6, label="fine_label", classes=hundred)

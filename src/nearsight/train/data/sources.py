@@ -303,7 +303,9 @@ def _parquet(data: DataConfig, path: str | None, kind: str = "parquet", labelled
     held = None
     if evaluation and training:
         held, eval_classes = read_parquet(evaluation, data, labelled)
-        _same_classes(str(path), classes, eval_classes)
+        # Classes without names are counted to the highest label, of which evaluation may have no image.
+        if eval_classes != classes[: len(eval_classes)]:
+            _same_classes(str(path), classes, eval_classes)
     return Source(train, held, classes, *_statistics(kind, data.channels))
 
 
