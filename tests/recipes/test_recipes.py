@@ -125,3 +125,17 @@ def test_unknown_names_and_circles_are_one_sentence(tmp_path):
         recipes.resolve(str(path))
     path.write_text("extends: digits/conv_nano\nschedule: {epochs: 2}\n")
     assert load_config(str(path)).schedule.epochs == 2
+
+
+def test_a_file_extends_the_one_beside_it_from_wherever_it_is_called(tmp_path, monkeypatch):
+    for folder in ("recipes", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "recipes" / "base.yaml").write_text("extends: digits/conv_nano\nschedule: {epochs: 2}\n")
+    (tmp_path / "recipes" / "own.yaml").write_text("extends: base.yaml\ntrain: {seed: 5}\n")
+    (tmp_path / "recipes" / "loop.yaml").write_text("extends: ../recipes/loop.yaml\n")
+    for here, name in ((tmp_path / "elsewhere", "../recipes/own.yaml"), (tmp_path, "recipes/own.yaml")):
+        monkeypatch.chdir(here)
+        config = load_config(name)
+        assert (config.schedule.epochs, config.train.seed) == (2, 5)
+    with pytest.raises(UserError, match="extends itself"):
+        recipes.resolve("recipes/loop.yaml")

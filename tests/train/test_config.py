@@ -35,6 +35,14 @@ from tests.train.support import SMALL, small
         ("schedule.tail_lr=1e-4", "schedule.tail_lr: got it with schedule.name=cosine, wanted schedule.name=restarts"),
         ("schedule.milestones=[3]", "schedule.milestones: got it with schedule.name=cosine, wanted schedule.name=step"),
         (
+            "schedule.name=constant schedule.min_lr=1e-5",
+            "schedule.min_lr: got it with schedule.name=constant, wanted schedule.name=cosine or restarts",
+        ),
+        (
+            "data.augment.scale=[0.5,1]",
+            "data.augment.scale: got it with data.augment.crop=pad, wanted data.augment.crop=resized",
+        ),
+        (
             "schedule.name=restarts schedule.restarts=[5,3]",
             "schedule.restarts: got [5, 3], wanted growing epochs after",
         ),
@@ -91,7 +99,10 @@ def test_all_faults_are_gathered() -> None:
 def test_overrides_are_yaml() -> None:
     config: Any = load_config(
         "digits/conv_nano",
-        ["optimizer.lr=1e-4", "data.augment.scale=[0.5,1]", "ema.decay=null", "model.options.stages=aacc"],
+        [
+            *("optimizer.lr=1e-4", "data.augment.crop=resized", "data.augment.scale=[0.5,1]"),
+            *("ema.decay=null", "model.options.stages=aacc"),
+        ],
     )
     assert (config.optimizer.lr, config.data.augment.scale, config.ema.decay) == (1e-4, (0.5, 1.0), None)
     assert config.model.options == {"stages": "aacc"}
@@ -319,6 +330,15 @@ def test_weight_decay_by_name() -> None:
         assert scale == (2.0 if name.startswith("fc.") else 1.0)
     with pytest.raises(UserError, match=r"optimizer\.decay_scale: 'cnv1\*' matches no parameter"):
         build_optimizer(model, OptimizerConfig(decay_scale={"cnv1*": 0.0}), 64)
+    biases: dict[str, Any] = {"decay_scale": {"*.bias": 3.0}, "weight_decay": 0.1}
+    with pytest.raises(
+        UserError, match=r"'\*\.bias' matches only parameters without weight decay, .* at 0; leave it out"
+    ):
+        build_optimizer(model, OptimizerConfig(**biases), 64)
+    assert build_optimizer(model, OptimizerConfig(**biases, decay_1d=True), 64)
+    assert build_optimizer(
+        model, OptimizerConfig(decay_scale={"fc.*": 3.0}), 64
+    )  # a recipe's, with the decay switched off
 
 
 def test_the_small_config_is_valid() -> None:

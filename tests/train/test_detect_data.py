@@ -365,6 +365,19 @@ def test_boxes_follow_their_pixels(sides: Any, augment: Any, largest: int) -> No
     assert lost == 0 or "crop" in augment
 
 
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_boxes_at_the_border_stay(flip: float) -> None:
+    """Scaled in float32, the last of 304 columns ends behind the 480 that there are then."""
+    keys = {"source": "coco:x", "long_side": 480, "augment": {"flip": flip, "flip_rows": flip}}
+    transform = TrainTransform(DetectionDataConfig.model_validate(keys))
+    for columns in range(300, 460):
+        image, target = transform(*marked(250, columns, (40, 30, columns, 250)))
+        rows, wide = image.shape[-2:]
+        (x0, y0, x1, y1), *_ = target["boxes"].tolist()
+        ends = (x0, y0) if flip else (x1 - wide, y1 - rows)
+        assert ends == pytest.approx((0.0, 0.0), abs=1e-3)
+
+
 def test_colours_change_when_told() -> None:
     pixels, objects = marked(30, 40, (5, 6, 20, 25))
     grey = pixels // 2 + 20
@@ -401,6 +414,10 @@ def test_the_evaluations_size() -> None:
             "data.augment.short_sides: got it with data.augment.scale",
         ),
         ({"augment": {"short_sides": [0]}}, "data.augment.short_sides: got [0], wanted positive numbers"),
+        (
+            {"holdout": 0.1, "eval_split": "test"},
+            "data.eval_split: got test with data.holdout=0.1, whose images are evaluated; wanted data.holdout=0 with it",
+        ),
         ({"short_side": 900}, "data.short_side: got 900, wanted at most data.long_side=640"),
         (
             {"short_side": 90, "augment": {"scale": [0.5, 1]}},

@@ -42,6 +42,29 @@ def test_evaluation_repeats_the_runs_own(run: Any) -> None:
     )
 
 
+def test_other_images_are_normalised_as_those_of_the_training_were(run: Any, tmp_path: Path) -> None:
+    """The same digits as files: of a folder nobody states the mean, and ImageNet's is not what the network was trained with."""
+    test: Any = open_source(load_network(run[0]).data).evaluation
+    for index in range(len(test)):
+        image, label = test.read(index)
+        for split in ("train", "test"):
+            (tmp_path / split / str(label)).mkdir(parents=True, exist_ok=True)
+            image.save(tmp_path / split / str(label) / f"{index}.png")
+    own, other = evaluate(run[0], device="cpu"), evaluate(run[0], [f"data.source=folder:{tmp_path}"], device="cpu")
+    assert (other["accuracy"], other["images"]) == (own["accuracy"], 450)
+    assert other["loss"] == pytest.approx(own["loss"], rel=1e-5)
+    all_of_it = evaluate(run[0], [f"data.source=folder:{tmp_path / 'test'}"], device="cpu")
+    assert (all_of_it["accuracy"], all_of_it["images"]) == (own["accuracy"], 450)
+    assert all_of_it["notes"] == [f"folder:{tmp_path / 'test'} has no splits: all of its 450 images are evaluated"]
+    some = evaluate(run[0], [f"data.source=folder:{tmp_path / 'test'}", "data.holdout=0.1"], device="cpu")
+    assert (some["images"], some["notes"]) == (
+        45,
+        [f"data.holdout=0.1: that share of folder:{tmp_path / 'test'} is evaluated; all: data.holdout=0"],
+    )
+    shifted = evaluate(run[0], [f"data.source=folder:{tmp_path}", "data.mean=[0.9]"], device="cpu")
+    assert shifted["loss"] != pytest.approx(own["loss"], rel=1e-4)
+
+
 def test_evaluation_wants_the_same_classes(run: Any, tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "val" / name).mkdir(parents=True)

@@ -277,6 +277,10 @@ def test_an_image_policy_is_for_one_size() -> None:
             "data.augment.color_jitter: got 0.4 with data.augment.auto=trivial, which changes colours itself; wanted 0",
         ),
         (
+            "data.augment.auto=rand-m9 data.augment.color_jitter=0.4",
+            "data.augment.color_jitter: got 0.4 with data.augment.auto=rand-m9, beside which timm leaves it out; wanted 0",
+        ),
+        (
             "data.augment.auto=trivial data.augment.crop=resized data.on_device=true",
             "data.on_device: got true with data.augment.crop=resized, which runs in workers",
         ),

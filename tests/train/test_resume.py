@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from nearsight.errors import UserError
 from nearsight.train import checkpoints
 from nearsight.train.config import RunConfig
+from nearsight.train.engine import fit
 from nearsight.train.log import read_log
-from tests.train.support import small, train
+from tests.train.support import small, start, train
 
 FILES = ("model", "ema", "optimizer", "random")
 
@@ -94,6 +96,21 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_alone(tmp_path: Path, nu
     assert "Traceback" not in said.decode()
     assert f"stopped by {signal.Signals(number).name} after step" in " ".join(said.decode().split())
     assert checkpoints.listed(run)
+
+
+def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
+    """A second one would write the same files: it is refused, and the first one's are left alone."""
+    first = start(small(train={"max_steps": 4000}, schedule={"epochs": 400}), tmp_path)
+    while not checkpoints.listed(tmp_path):
+        assert first.is_alive()
+        time.sleep(0.05)
+    with pytest.raises(UserError, match="is in training in another process; wait for its end or stop it, or name"):
+        fit(small(train={"max_steps": 9}), tmp_path, resume=tmp_path, quiet=True)
+    assert "max_steps: 4000" in (tmp_path / "config.yaml").read_text()
+    first.kill()
+    first.join()
+    more = checkpoints.find(tmp_path, "last").step + 1
+    assert train(small(train={"max_steps": more}), tmp_path, resume=tmp_path) == 0
 
 
 def test_loader_path_and_accumulation_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

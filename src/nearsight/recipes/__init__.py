@@ -76,5 +76,8 @@ def resolve(name: str, _seen: tuple[str, ...] = ()) -> Recipe:
     keys = read_yaml(text_of(name), name)
     base = keys.pop("extends", None)
     if base is not None:
-        keys = merge(resolve(str(base), (*_seen, name)).keys, keys)
+        # A file of one's own is named as it lies beside this one, from wherever the program is called.
+        beside = (find(name).parent / Path(str(base)).expanduser()).resolve()
+        base = str(beside) if str(base) not in names() and beside.is_file() else str(base)
+        keys = merge(resolve(base, (*_seen, name)).keys, keys)
     return Recipe(name, keys)

@@ -8,13 +8,14 @@ file, so damage is seen before a byte is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -28,6 +29,7 @@ __all__ = [
     "belongs",
     "best",
     "cannot_write",
+    "claim",
     "clean",
     "find",
     "listed",
@@ -45,6 +47,7 @@ STATE = "state.json"
 FOLDER = "checkpoints"
 PREFIX = "step-"
 PARTIAL = ".partial-"
+LOCK = ".lock"
 ASIDE = "aside-"
 PICKLED = {".pt", ".pth", ".pkl", ".bin", ".ckpt"}
 
@@ -306,6 +309,29 @@ def set_aside_later(run: Path, step: int) -> list[Path]:
             shutil.rmtree(target, ignore_errors=True)
             moved.append(folder.rename(target))
     return moved
+
+
+def claim(run: Path) -> IO[str] | None:
+    """Take a run for this process, until the file is closed or the process ends; a sentence when another one has it.
+
+    None where nothing can be locked.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    file = open(run / FOLDER / LOCK, "a", encoding="utf-8")  # noqa: SIM115  (open for as long as the run is held)
+    try:
+        # Of a process, not of its children: workers that outlive a killed run must not keep it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UserError(
+                f"run {run} is in training in another process; wait for its end or stop it, or name another --out."
+            ) from error
+        return None
+    return file
 
 
 def clean(run: Path) -> None:

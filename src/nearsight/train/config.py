@@ -169,6 +169,10 @@ class RunConfig(Section):
         for key, name in (("restarts", "restarts"), ("tail_lr", "restarts"), ("milestones", "step")):
             if schedule.name != name and getattr(schedule, key):
                 found.append(f"schedule.{key}: got it with schedule.name={schedule.name}, wanted schedule.name={name}")
+        if schedule.name in ("step", "constant") and schedule.min_lr:
+            found.append(
+                f"schedule.min_lr: got it with schedule.name={schedule.name}, wanted schedule.name=cosine or restarts"
+            )
         if self.model.cuda_graphs and not self.model.compile:
             found.append("model.cuda_graphs: got true, wanted model.compile=true with it")
         if self.model.compile_processes and self.model.compile != "blocks":

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -96,6 +96,7 @@ class Trainer:
         self.losses: list[float] = []
         self.early: list[str] = []
         self.resumed: checkpoints.Checkpoint | None = None
+        self.claim: IO[str] | None = None
         self.ahead = ahead.start(config, self.accelerator, self._note)
         seed_everything(config.train.seed)
         with self.ahead.stopped_by_failures():
@@ -169,6 +170,7 @@ class Trainer:
         seed_everything(seed_of(self.config.train.seed, self.where.rank))
         if self.leader:
             (self.run / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
+            self.claim = checkpoints.claim(self.run)
             checkpoints.clean(self.run)
         if resume is not None:
             self.resumed = checkpoints.load_checkpoint(resume)
@@ -335,6 +337,8 @@ class Trainer:
         finally:
             self.ahead.stop()
             self.report.close()
+            if self.claim is not None:
+                self.claim.close()
 
     def _train_epoch(self) -> None:
         config, place = self.config, self.place

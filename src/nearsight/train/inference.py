@@ -102,11 +102,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics of a run or checkpoint on its evaluation split (or on another: `data.source=…`)."""
     network = load_network(path, average=average)
-    saved = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
+    saved: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
     keys = network.checkpoint.state["config"]
     for override in overrides:
         keys = merge(keys, parse_override(override))
-    config = config_from(keys, str(network.checkpoint.path))
+    config: Any = config_from(keys, str(network.checkpoint.path))
     if config.model != saved.model:
         raise UserError(
             f"{path}: got other keys of model for a trained network, wanted only those of data and train.seed."
@@ -115,11 +115,19 @@ def evaluate(
         raise UserError(f"{path}: got a checkpoint of task {network.task!r} with task={config.task}, wanted the same.")
     # As the card has it: what the weights started from need not be there any more.
     model = ModelConfig.model_validate({**network.card["model"], "pretrained": False})
-    config = config.model_copy(update={"model": model})
+    # Wherever its images come from now, the network wants them in the units that it was trained in.
+    units = {
+        key: network.card["input"][key]
+        for key in ("mean", "std")
+        if key in network.card.get("input", {}) and getattr(config.data, key, None) is None
+    }
+    config = config.model_copy(update={"model": model, "data": config.data.model_copy(update=units)})
     where = Where(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     notes: list[str] = []
     task: Any = build_task(config, where, notes.append, evaluation_only=True)
     source, wanted = task.config.data.source, network.card.get("classes")
+    if config.data.holdout and source != saved.data.source:
+        notes.append(f"data.holdout={config.data.holdout:g}: that share of {source} is evaluated; all: data.holdout=0")
     if wanted is not None and hasattr(task, "match"):
         task.match(wanted)
     if wanted is not None and task.classes != wanted:

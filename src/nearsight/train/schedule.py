@@ -107,6 +107,7 @@ def _scale_groups(
     timm's schedules multiply `lr_scale` in at every step; the decay of a group stays what it is here.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decays = any(group["weight_decay"] for group in optimizer.param_groups)
     for pattern, factor in factors.items():
         if factor is None:
             continue
@@ -115,6 +116,12 @@ def _scale_groups(
             near = nearest(pattern, names.values())
             raise UserError(
                 f"optimizer.{option}: {pattern!r} matches no parameter" + (f"; one is {near}." if near else ".")
+            )
+        touched = [g for g in optimizer.param_groups if any(id(p) in matched for p in g["params"])]
+        if option == "decay_scale" and factor and decays and not any(g["weight_decay"] for g in touched):
+            raise UserError(
+                f"optimizer.decay_scale: {pattern!r} matches only parameters without weight decay, which a factor leaves at 0; "
+                "leave it out, or see optimizer.decay_1d."
             )
         for group in list(optimizer.param_groups):
             moved = [p for p in group["params"] if id(p) in matched]

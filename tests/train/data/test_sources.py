@@ -81,6 +81,17 @@ def test_parquet(tmp_path: Path, names: bool) -> None:
     assert source.train.name(7) == "row 1 of train-00001-of-00002.parquet (1.png)"
 
 
+def test_parquet_whose_evaluation_lacks_the_last_class(tmp_path: Path) -> None:
+    parquet(tmp_path / "train-0.parquet", 9, names=False)
+    parquet(tmp_path / "test-0.parquet", 2, names=False)
+    source = open_source(settings(f"parquet:{tmp_path}"))
+    assert (source.classes, len(source.evaluation)) == (["0", "1", "2"], 2)
+    parquet(tmp_path / "train-0.parquet", 2, names=False)
+    parquet(tmp_path / "test-0.parquet", 9, names=False)
+    with pytest.raises(UserError, match=r"has 2 classes in train and 3 in evaluation, wanted the same ones; .* in 2\."):
+        open_source(settings(f"parquet:{tmp_path}"))
+
+
 def test_cifar_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hundred = tuple(str(n) for n in range(100))
     parquet(tmp_path / "cifar100" / "train-0.parquet", 6, label="fine_label", classes=hundred)
@@ -118,6 +129,63 @@ def test_splits_of_parquet_files_by_their_folders(tmp_path: Path) -> None:
         parquet(tmp_path / "default" / f"{name}.parquet", count)
     source = open_source(settings(f"parquet:{tmp_path}"))
     assert (len(source.train), len(source.evaluation)) == (12, 3)
+
+
+def test_the_split_that_is_named_is_evaluated(folder: Path, tmp_path: Path) -> None:
+    """Not the first there is: whoever asks for test must not be told of val."""
+    for name in ("test", "trainval"):
+        for kind in ("cat", "dog"):
+            (folder / name / kind).mkdir(parents=True)
+            picture(1).save(folder / name / kind / "a.png")
+
+    def sizes(source: str, **keys: Any) -> tuple[int, int]:
+        opened = open_source(settings(source, **keys))
+        return len(opened.train), len(opened.evaluation)
+
+    assert sizes(f"folder:{folder}") == (16, 6)
+    assert sizes(f"folder:{folder}", eval_split="test") == (16, 2)
+    assert sizes(f"folder:{folder}", eval_split="train", train_split="trainval") == (2, 16)
+    plain = open_source(settings(f"folder:{folder}", eval_split="test"), labelled=False)
+    assert (len(plain.train), len(plain.evaluation)) == (16, 2)
+    with pytest.raises(UserError, match=r"data\.eval_split: got 'dev', wanted .*, which has test, train, trainval"):
+        sizes(f"folder:{folder}", eval_split="dev")
+    with pytest.raises(UserError, match=r"data\.train_split: got 'training', wanted a split of .*, which has test, t"):
+        sizes(f"folder:{folder}", train_split="training")
+    for name, count in {"train-0": 9, "validation-0": 6, "test-0": 3}.items():
+        parquet(tmp_path / "p" / f"{name}.parquet", count)
+    assert sizes(f"parquet:{tmp_path / 'p'}") == (9, 6)
+    assert sizes(f"parquet:{tmp_path / 'p'}", eval_split="test") == (9, 3)
+    assert sizes(f"parquet:{tmp_path / 'p'}", eval_split="train") == (9, 9)
+    with pytest.raises(UserError, match=r"data\.eval_split: got 'val', wanted .* which has test, train, validation\.$"):
+        sizes(f"parquet:{tmp_path / 'p'}", eval_split="val")
+    with pytest.raises(UserError, match=r"data\.train_split: got 'test', wanted .*, which has train\."):
+        sizes(f"parquet:{tmp_path / 'p'}", train_split="test")
+    assert sizes("digits", eval_split="test") == (1347, 450)
+    assert sizes("digits", eval_split="train") == (1347, 1347)
+    with pytest.raises(UserError, match=r"data\.eval_split: got 'dev', wanted .*'digits', which has train, test\."):
+        sizes("digits", eval_split="dev")
+    (fault,) = settings("digits", eval_split="test", holdout=0.1).faults()
+    assert fault.startswith("data.eval_split: got test with data.holdout=0.1, whose images are evaluated; wanted data")
+
+
+def test_linked_folders_are_read_and_hidden_ones_are_not(folder: Path, tmp_path: Path) -> None:
+    """A set put together of links has its images; what notebooks and file managers leave behind are no images of it."""
+    cats = folder / "train" / "cat"
+    more = tmp_path / "store" / "more cats"
+    more.mkdir(parents=True)
+    picture(2).save(more / "a.png")
+    (more / "round").symlink_to(cats, target_is_directory=True)  # back to where it is linked from
+    for name in ("linked", "linked again"):
+        (cats / name).symlink_to(more, target_is_directory=True)
+    for hidden in (folder / "train" / ".ipynb_checkpoints", cats / ".ipynb_checkpoints"):
+        hidden.mkdir()
+        picture(3).save(hidden / "a-checkpoint.png")
+    (cats / "._a.png").write_bytes(b"of a Mac")
+    source = open_source(settings(f"folder:{folder}"))
+    assert source.classes == ["cat", "dog"]
+    assert len(source.train) == 17
+    assert [source.train.name(i) for i in range(17)].count(str(cats / "linked" / "a.png")) == 1
+    assert len(open_source(settings(f"folder:{folder}"), labelled=False).train) == 17
 
 
 def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,9 @@ class DataConfig(Section):
     root: Place | None = Field(default=None, description="where cifar10, cifar100, hfds/, wds/ and tfds/ lie")
     download: bool = False
     train_split: str = "train"
-    eval_split: str = Field(default="validation", description="of a timm reader")
+    eval_split: str = Field(
+        default="validation", description="validation: of files the first there is of val, validation, valid, test"
+    )
     train_images: int | None = Field(
         default=None, ge=1, description="images in a streamed split, where its index does not say"
     )
@@ -95,6 +97,11 @@ class DataConfig(Section):
 
     def faults(self) -> list[str]:
         found = []
+        if self.holdout and self.eval_split != DataConfig.model_fields["eval_split"].default:
+            found.append(
+                f"data.eval_split: got {self.eval_split} with data.holdout={self.holdout:g}, whose images are evaluated; wanted "
+                "data.holdout=0 with it"
+            )
         for key in ("mean", "std"):
             value = getattr(self, key)
             if value is not None and len(value) != self.channels:
@@ -103,6 +110,10 @@ class DataConfig(Section):
             low, high = getattr(self.augment, key)
             if not 0 < low <= high:
                 found.append(f"data.augment.{key}: got {low:g} to {high:g}, wanted the smaller first, above 0")
+            if self.augment.crop != "resized" and (low, high) != AugmentConfig.model_fields[key].default:
+                found.append(
+                    f"data.augment.{key}: got it with data.augment.crop={self.augment.crop}, wanted data.augment.crop=resized"
+                )
         needs = self.augment.needs_workers
         if self.on_device is True and needs:
             found.append(f"data.on_device: got true with {needs}, which runs in workers; wanted auto or false")
@@ -119,6 +130,11 @@ class DataConfig(Section):
             found.append(
                 f"data.augment.color_jitter: got {self.augment.color_jitter:g} with data.augment.auto=trivial, which changes"
                 " colours itself; wanted 0"
+            )
+        elif policy and "3a" not in policy and self.augment.color_jitter:
+            found.append(
+                f"data.augment.color_jitter: got {self.augment.color_jitter:g} with data.augment.auto={policy}, beside which timm"
+                " leaves it out; wanted 0"
             )
         return found
 

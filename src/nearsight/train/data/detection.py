@@ -75,6 +75,11 @@ class DetectionDataConfig(Section):
 
     def faults(self) -> list[str]:
         found, low, high = [], *self.augment.scale
+        if self.holdout and self.eval_split is not None:
+            found.append(
+                f"data.eval_split: got {self.eval_split} with data.holdout={self.holdout:g}, whose images are evaluated; wanted "
+                "data.holdout=0 with it"
+            )
         if not 0 < low <= high:
             found.append(f"data.augment.scale: got {[low, high]}, wanted two positive factors, the smaller first")
         if self.augment.short_sides and (low, high) != (1, 1):
@@ -265,7 +270,8 @@ class TrainTransform:
             resize = eval_resize(data)
         else:
             resize = _ScaleJitter((data.long_side, data.long_side), wanted.scale)
-        steps: list[Any] = [v2.ClampBoundingBoxes(), resize]
+        # After the resize: its factor, rounded, may push a box at the border out by a hair, and it would be left out.
+        steps: list[Any] = [resize, v2.ClampBoundingBoxes()]
         if wanted.crop is not None:
             steps.append(_CropAtMost(wanted.crop))
         steps += [v2.RandomHorizontalFlip(wanted.flip), v2.RandomVerticalFlip(wanted.flip_rows)]

@@ -15,7 +15,7 @@ from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import image_mode
 from nearsight.train.data.splits import ParquetImages
 
-__all__ = ["EVALUATION", "held_out", "parquet_files", "read_parquet"]
+__all__ = ["EVALUATION", "parquet_files", "read_parquet", "split_of"]
 
 # What evaluation splits are called.
 EVALUATION = ("val", "validation", "valid", "test")
@@ -28,14 +28,14 @@ def parquet_files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.parquet")) if root.is_dir() else []
 
 
-def held_out(file: Path, root: Path) -> bool:
-    """Whether a file is of an evaluation split: by its name (test-00000-of-00001.parquet) or a folder's (test/0000.parquet)."""
+def split_of(file: Path, root: Path) -> str:
+    """The split a file is of: by its name (test-00000-of-00001.parquet) or a folder's (test/0000.parquet), else train."""
     inside = file.relative_to(root) if file != root else Path(file.name)
     for part in reversed(inside.parts):
         split = re.match(rf"(train|{'|'.join(EVALUATION)})(?![a-z])", part.lower())
         if split:
-            return split[1] != "train"
-    return False
+            return split[1]
+    return "train"
 
 
 def read_parquet(files: list[Path], data: DataConfig, labelled: bool) -> tuple[ParquetImages, list[str]]:

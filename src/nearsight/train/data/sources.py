@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 from nearsight.errors import UserError, nearest
 from nearsight.train.data.config import DataConfig
 from nearsight.train.data.images import image_mode
-from nearsight.train.data.parquet import EVALUATION, held_out, parquet_files, read_parquet
+from nearsight.train.data.parquet import EVALUATION, parquet_files, read_parquet, split_of
 from nearsight.train.data.splits import ArrayImages, FileImages, ReaderImages, hold_out
 from nearsight.train.data.streams import stream_length
 
@@ -42,6 +42,8 @@ STATISTICS = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
+# What `data.train_split` and `data.eval_split` are when nobody has named one: whatever a set calls them.
+TRAIN, HELD = (DataConfig.model_fields[key].default for key in ("train_split", "eval_split"))
 # Training images and classes of sets that are always the same.
 SIZES = {"cifar10": (50_000, 10), "cifar100": (50_000, 100)}
 TORCHVISIONS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -125,7 +127,26 @@ def _digits(data: DataConfig) -> Source:
     train, test = train_test_split(np.arange(len(images)), test_size=0.25, stratify=digits.target, random_state=0)
     mode = image_mode(data.channels)
     splits = [ArrayImages(images[part], digits.target[part], mode) for part in (train, test)]
-    return Source(splits[0], splits[1], [str(n) for n in range(10)], *_statistics("digits", data.channels))
+    named = _of_two(splits[0], splits[1], data)
+    return Source(*named, [str(n) for n in range(10)], *_statistics("digits", data.channels))
+
+
+def _of_two(train: Any, test: Any, data: DataConfig) -> tuple[Any, Any]:
+    """The splits to train on and to evaluate of a set that has these two."""
+    _only_train(data)
+    if data.eval_split not in (*EVALUATION, TRAIN):
+        raise _no_split("eval_split", data, (TRAIN, "test"))
+    return train, train if data.eval_split == TRAIN else test
+
+
+def _only_train(data: DataConfig) -> None:
+    if data.train_split != TRAIN:
+        raise _no_split("train_split", data, (TRAIN,))
+
+
+def _no_split(key: str, data: DataConfig, there: Sequence[str]) -> UserError:
+    have = ", ".join(there) or "none"
+    return UserError(f"data.{key}: got {getattr(data, key)!r}, wanted a split of {data.source!r}, which has {have}.")
 
 
 def _cifar(kind: str, data: DataConfig, path: str | None) -> Source:
@@ -150,7 +171,7 @@ def _cifar(kind: str, data: DataConfig, path: str | None) -> Source:
         raise UserError(f"data.download: {kind} cannot be fetched ({error.reason}); set data.root=FOLDER.") from error
     mode = image_mode(data.channels)
     train, test = (ArrayImages(part.data, part.targets, mode) for part in parts)
-    return Source(train, test, list(parts[0].classes), *_statistics(kind, data.channels))
+    return Source(*_of_two(train, test, data), list(parts[0].classes), *_statistics(kind, data.channels))
 
 
 def _cifar_folder(kind: str, path: str | None) -> Path | None:
@@ -180,10 +201,10 @@ def _folder(data: DataConfig, path: str | None, labelled: bool = True) -> Source
         inside = "a sub-folder per class" if labelled else "images"
         raise UserError(f"data.source: no folder {path!r}; wanted folder:PATH with {inside}.")
     root = Path(path)
-    train = root / "train" if (root / "train").is_dir() else root
+    train = _split_folder(root, "train_split", (TRAIN,), data) or root
     if labelled and train == root:
         _are_classes(root)
-    evaluation = next((root / name for name in EVALUATION if (root / name).is_dir()), None) if train != root else None
+    evaluation = _split_folder(root, "eval_split", EVALUATION, data) if train != root else None
     statistics = _statistics("folder", data.channels)
     if not labelled:
         held_out = None if evaluation is None else _all_files(evaluation, data)
@@ -196,9 +217,19 @@ def _folder(data: DataConfig, path: str | None, labelled: bool = True) -> Source
     return Source(images, held, classes, *statistics)
 
 
+def _split_folder(root: Path, key: str, usual: Sequence[str], data: DataConfig) -> Path | None:
+    """The folder of the split that a key names; when nobody has named one the first there is of the usual names."""
+    wanted = getattr(data, key)
+    named = wanted != DataConfig.model_fields[key].default
+    found = next((root / name for name in ((wanted,) if named else usual) if (root / name).is_dir()), None)
+    if named and found is None:
+        raise _no_split(key, data, _folders_in(root)[:8])
+    return found
+
+
 def _are_classes(root: Path) -> None:
     """Refuse to take splits for classes: a set whose training split has another name."""
-    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    names = _folders_in(root)
     if names and all(name.lower() in (*EVALUATION, "train", "training") for name in names):
         raise UserError(
             f"data.source: {str(root)!r} has {', '.join(names)}, wanted train and one of {', '.join(EVALUATION)}, each "
@@ -206,10 +237,25 @@ def _are_classes(root: Path) -> None:
         )
 
 
+def _folders_in(root: Path) -> list[str]:
+    """The names of a folder's folders; not of hidden ones, which programs make for themselves (.ipynb_checkpoints)."""
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
 def _images_under(root: Path) -> list[str]:
+    """Image files below a folder, linked folders' too, each folder once; hidden files and folders are left out."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    return sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    found, seen = [], set[str]()
+    for folder, inner, files in os.walk(root, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen:
+            inner.clear()
+            continue
+        seen.add(place)
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        found += [os.path.join(folder, name) for name in files if not name.startswith(".")]
+    return sorted(file for file in found if Path(file).suffix.lower() in IMG_EXTENSIONS)
 
 
 def _all_files(root: Path, data: DataConfig) -> FileImages:
@@ -220,7 +266,7 @@ def _all_files(root: Path, data: DataConfig) -> FileImages:
 
 
 def _class_files(root: Path, data: DataConfig) -> tuple[list[str], FileImages]:
-    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    classes = _folders_in(root)
     files = []
     for label, name in enumerate(classes):
         found = _images_under(root / name)
@@ -245,12 +291,21 @@ def _parquet(data: DataConfig, path: str | None, kind: str = "parquet", labelled
     files = parquet_files(Path(path)) if path else []
     if not files:
         raise UserError(f"data.source: no Parquet files in {path!r}.")
-    evaluation = [f for f in files if held_out(f, Path(str(path)))]
-    train, classes = read_parquet([f for f in files if f not in evaluation] or evaluation, data, labelled)
+    _only_train(data)
+    splits = {file: split_of(file, Path(str(path))) for file in files}
+    training = [file for file in files if splits[file] == TRAIN]
+    usual = (name for name in EVALUATION if name in splits.values())
+    wanted = data.eval_split if data.eval_split != HELD else next(usual, None)
+    evaluation = [file for file in files if splits[file] == wanted]
+    if wanted is not None and not evaluation:
+        raise _no_split("eval_split", data, sorted(set(splits.values())))
+    train, classes = read_parquet(training or evaluation, data, labelled)
     held = None
-    if evaluation and len(evaluation) < len(files):
+    if evaluation and training:
         held, eval_classes = read_parquet(evaluation, data, labelled)
-        _same_classes(str(path), classes, eval_classes)
+        # Classes without names are counted to the highest label, of which evaluation may have no image.
+        if eval_classes != classes[: len(eval_classes)]:
+            _same_classes(str(path), classes, eval_classes)
     return Source(train, held, classes, *_statistics(kind, data.channels))
 
 
@@ -355,13 +410,18 @@ def sizes_without_data(data: DataConfig, error: UserError) -> tuple[int, int]:
     return images - round(images * data.holdout), data.num_classes or known[1]
 
 
-def split_source(source: Source, data: DataConfig, seed: int) -> tuple[Any, Any]:
-    """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence."""
+def split_source(source: Source, data: DataConfig, seed: int, *, evaluation_only: bool = False) -> tuple[Any, Any]:
+    """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence.
+
+    Where nothing is trained, all images of a source without splits are evaluated.
+    """
     if data.holdout:
         if source.streamed:
             raise UserError("data.holdout: a streamed source cannot be split; name a split in data.eval_split.")
         return hold_out(source.train, data.holdout, seed)
     if source.evaluation is None:
+        if evaluation_only:
+            return source.train, source.train
         raise UserError(
             f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."
         )
