@@ -85,13 +85,18 @@ def test_images_of_one_name_keep_their_pictures(runs, tmp_path, capsys):
 
 
 def test_several_runs(runs, tmp_path, capsys):
+    # Two evaluations, so that the last one is not any one.
+    log = runs / "expatt" / "log.jsonl"
+    rows = log.read_text().splitlines()
+    first = {**json.loads(next(row for row in rows if '"eval"' in row)), "accuracy": 0.03125, "step": 1}
+    log.write_text("\n".join([json.dumps(first), *rows, ""]))
     found = document(capsys, str(runs / "qna"), str(runs / "expatt"), "--compare", "-o", str(tmp_path))
     assert [row["figure"] for row in found["figures"]] == ["curves", "costs", "radius"]
     costs = np.load(tmp_path / "accuracy-against-cost.npz")
     assert costs["runs"].tolist() == ["qna", "expatt"]
     assert costs["parameters"].min() > 100_000
     curves = np.load(tmp_path / "curves.npz")
-    assert costs["accuracy"][1] == curves["expatt/eval/accuracy"][-1]
+    assert costs["accuracy"][1] == curves["expatt/eval/accuracy"][-1] != curves["expatt/eval/accuracy"][0] == 0.03125
     assert len(curves["expatt/train/loss"]) == 2
     assert len(np.load(tmp_path / "radius-against-depth.npz")["expatt/mean"]) == 4
 
