@@ -146,6 +146,9 @@ def test_the_floor_is_every_operand_once():
     qna = qna_contest(QNA, 3, CPU, torch.float32)
     scores, values = 3 * 5 * 6 * 2 * 4 * 4, 3 * 5 * 6 * 16 * 4
     assert qna.floor_bytes == (scores + 2 * values, 3 * scores + 5 * values)
+    explicit = explicit_contest(OpShape(6, 5, 12), 2, CPU, torch.bfloat16)
+    values = 2 * 6 * 5 * 12 * 2
+    assert explicit.floor_bytes == (2 * values, 4 * values)
     (result,) = run(lambda: local(), filters=["conv"])[-1:]
     assert result.floor_total_ms == pytest.approx(12 * operand / 1e9 * 1e3)
     assert result.total_over_floor == pytest.approx(result.total_ms / result.floor_total_ms)

@@ -9,7 +9,7 @@ import nearsight  # noqa: F401
 from nearsight.bench import models
 from nearsight.bench.driver import clock
 from nearsight.bench.models import find_network_fault, run_networks, wanted_networks
-from nearsight.bench.timing import Effort
+from nearsight.bench.timing import Effort, Timing
 from nearsight.ops.local import functional as local_functional
 
 CPU = torch.device("cpu")
@@ -119,3 +119,17 @@ def test_ratios_compare_runs_of_one_kind():
         peer.eager_bytes, ours.eager_bytes, peer.compiled_bytes, ours.compiled_bytes = 10, 5, 20, held
         models._add_ratios([peer, ours])
         assert ours.bytes_over_peer == ratio
+
+
+def test_images_per_second_are_the_batch_over_the_steps_time(monkeypatch):
+    """A step of 250 ms on five images; replayed in 100."""
+    monkeypatch.setattr(models, "time_on_cpu", lambda steps, effort: {n: Timing(250.0, 0.1, 3) for n in steps})
+    monkeypatch.setattr(models, "replayed_ms", lambda step, effort: (100.0, 0.1))
+    result = models.NetworkResult("resnet26", None, False, "float32", 5, 32)
+    model = timm.create_model("resnet_nano", num_classes=models.CLASSES)
+    step = models._Step(model, model, result, CPU, torch.float32)
+    rate, spread, held = step.measure(ONCE)
+    assert (rate, spread) == (20.0, 0.1)
+    assert held > 0
+    step()
+    assert step.replay(ONCE) == 50.0

@@ -155,6 +155,7 @@ def test_a_filter_leaves_the_rest_out(tiny, capsys):
         (["models", "--filter", "vgg"], "nothing matches --filter 'vgg'"),
         (["ops", "--device", "tpu"], "got --device 'tpu', wanted cpu or cuda."),
         (["ops", "--dtype", "int8"], "got --dtype 'int8', wanted one of float32, bfloat16, float16."),
+        (["ops", "--size", "64"], "got --size 64 for ops, wanted it for models alone; choose shapes with --filter."),
         (["ops", "--plot", "x.xyz"], "got --plot 'x.xyz', wanted a name that ends in .png, .svg or .pdf."),
         (["nets"], "'nets' is not one of 'ops', 'layers', 'models'"),
         (["ops", "--batch", "0"], "--batch"),

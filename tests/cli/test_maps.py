@@ -85,13 +85,18 @@ def test_images_of_one_name_keep_their_pictures(runs, tmp_path, capsys):
 
 
 def test_several_runs(runs, tmp_path, capsys):
+    # Two evaluations, so that the last one is not any one.
+    log = runs / "expatt" / "log.jsonl"
+    rows = log.read_text().splitlines()
+    first = {**json.loads(next(row for row in rows if '"eval"' in row)), "accuracy": 0.03125, "step": 1}
+    log.write_text("\n".join([json.dumps(first), *rows, ""]))
     found = document(capsys, str(runs / "qna"), str(runs / "expatt"), "--compare", "-o", str(tmp_path))
     assert [row["figure"] for row in found["figures"]] == ["curves", "costs", "radius"]
     costs = np.load(tmp_path / "accuracy-against-cost.npz")
     assert costs["runs"].tolist() == ["qna", "expatt"]
     assert costs["parameters"].min() > 100_000
     curves = np.load(tmp_path / "curves.npz")
-    assert costs["accuracy"][1] == curves["expatt/eval/accuracy"][-1]
+    assert costs["accuracy"][1] == curves["expatt/eval/accuracy"][-1] != curves["expatt/eval/accuracy"][0] == 0.03125
     assert len(curves["expatt/train/loss"]) == 2
     assert len(np.load(tmp_path / "radius-against-depth.npz")["expatt/mean"]) == 4
 
@@ -168,3 +173,47 @@ def test_mistakes(runs, tmp_path, capsys):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"no image")
     assert mistake(capsys, run, str(bad)) == f"nearsight maps: {bad}: not an image."
+
+
+@pytest.mark.parametrize("recipe", ["digits/expatt_nano", "faces/qna_autoencoder"])
+def test_images_of_a_run_are_those_it_was_evaluated_on(recipe, tmp_path, capsys, monkeypatch):
+    """Held out of training images where there is no split for it; images alone where the task asks for no classes."""
+    from nearsight.train.data.sources import open_source, split_source
+    from nearsight.train.tasks import config_from
+
+    labelled, images, run = "digits" in recipe, tmp_path / "images", tmp_path / "run"
+    for number in range(12):
+        file = images / ("ab"[number % 2] if labelled else "") / f"{number:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (20 * number, 255 - 20 * number, 99)).save(file)
+    words = ["train", recipe, f"data.source=folder:{images}", "data.holdout=0.5", "train.seed=3", "data.image_size=32"]
+    words += ["data.channels=3", "data.batch_size=4", "train.max_steps=1", "train.device=cpu", "log.tensorboard=false"]
+    assert main([*words, "--out", str(run), "--json"]) == 0
+    opened = open_network(str(run))
+    config = config_from(json.loads((next(run.rglob("state.json"))).read_text())["config"], "")
+    held = split_source(open_source(config.data, labelled=labelled), config.data, 3)[1]
+    for number in range(6):
+        assert np.array_equal(open_picture(opened, f"test:{number}"), held.read(number)[0])
+    layer = nearsight.viz.maps.attention_layers(opened.model)
+    found = document(capsys, str(run), "-o", str(tmp_path / "out"), "--layers", next(iter(layer)), "--figures", "given")
+    assert [row["image"] for row in found["figures"]] == ["test0"]
+    assert "test:6: the evaluation split of " in mistake(capsys, str(run), "test:6")
+
+    for file in images.rglob("*.png"):
+        file.write_bytes(b"no image")
+    assert re.search(r"test:0: .*not an image", mistake(capsys, str(run), "test:0"))
+    images.rename(tmp_path / "elsewhere")
+    assert re.search(
+        rf"^nearsight maps: test:0: data\.source: no folder '{images}'; .*; or give an image file, or flower or china\.$",
+        mistake(capsys, str(run)),
+    )
+
+
+def test_images_that_come_as_a_stream_have_no_numbers(runs, capsys, monkeypatch):
+    from nearsight.train.data import sources
+
+    stream = sources.Source([], [], ["a", "b"], (0.5,), (0.5,), streamed=True)
+    monkeypatch.setattr(sources, "open_source", lambda data, labelled: stream)
+    assert mistake(capsys, str(runs / "qna")) == (
+        "nearsight maps: test:0: 'digits' is read from its beginning to its end alone; give an image file."
+    )

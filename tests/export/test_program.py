@@ -93,6 +93,10 @@ LAYERS = {
     "wide aa": lambda: nearsight.AttentionAugmentedConv2d(
         3, 128, feature_size=(6, 8), attention_channels=96, key_channels=4, num_heads=2
     ),
+    # A single value per head: what is put beside it to fill up a product is of any length, on 12×10 pixels 1.
+    "narrow aa": lambda: nearsight.AttentionAugmentedConv2d(
+        3, 8, feature_size=(6, 8), attention_channels=2, key_channels=2, num_heads=2
+    ),
 }
 
 
@@ -279,6 +283,30 @@ class Particular(nn.Module):
 def test_what_no_graph_can_hold_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^the network cannot be exported at 16×24 \(.+\)\.$"):
         export(Graph(Picky()), tmp_path / "a.pt2", channels=3, size=(16, 24))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            RuntimeError("no such operator"),
+            r"^ONNX lacks what the network does \(RuntimeError: no such operator\); write a",
+        ),
+        (
+            ModuleNotFoundError("No module named 'onnxscript.new'"),
+            r"does not work with the onnxscript .*pip install -U",
+        ),
+    ],
+    ids=["an operator", "an old onnxscript"],
+)
+def test_what_onnx_lacks(reason: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("an exporter's own words") from reason
+
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+    with pytest.raises(UserError, match=words):
+        export(Graph(network()), tmp_path / "program.onnx", channels=3, size=(16, 24))
     assert not list(tmp_path.iterdir())
 
 

@@ -113,6 +113,42 @@ def outlined(axis):
     return [(y, x, y + height, x + width) for (x, y), width, height in boxes]
 
 
+def test_every_query_and_every_image_has_its_own_numbers():
+    """The second pixel of the second image, not the first of the first."""
+    pixels = [(6, 20), (11, 1)]
+    images = torch.randn(2, 3, *SIZE)
+    layer = QnA2d(3, 8, 3, num_heads=2, tap_scale="ones")
+    torch.nn.init.normal_(layer.position_bias)
+    maps = attention_maps(layer, images, pixels=pixels, content=True, kernels=True)[""]
+    given = figures.draw_given(PICTURE, maps, pixels[1], 1, index=1)
+    assert np.array_equal(given.numbers["weights"], maps.weights[1, 1])
+    assert np.array_equal(given.numbers["softmax"], maps.softmax[1, 1])
+    assert given.numbers["cell"].tolist() == list(pixels[1])
+    shown = images_of(given.figure.axes[1])[0]
+    seen = maps.weights[1, 1, 0] > 0
+    assert np.allclose(shown[seen], maps.weights[1, 1, 0][seen])
+    assert np.isnan(shown[~seen]).all()
+    received = figures.draw_received(PICTURE, maps, index=1)
+    assert np.array_equal(received.numbers["received"], maps.received[1])
+    kernels = figures.draw_kernels(PICTURE, maps, index=1).numbers["kernels"]
+    assert np.array_equal(kernels, maps.kernels[1].permute(2, 0, 1, 3, 4))
+    parts = figures.draw_parts(PICTURE, [maps], pixels, index=1)
+    assert np.allclose(parts.numbers["content"], maps.content[1].mean((1, 2)))
+    assert np.allclose(parts.numbers["content_and_position"], maps.softmax[1].mean((1, 2)))
+    for line, pixel in enumerate(pixels):
+        for axis in parts.figure.axes[3 * line : 3 * line + 3]:
+            top, left, bottom, right = outlined(axis)[0]
+            assert ((top + bottom) / 2, (left + right) / 2) == pytest.approx(pixel)
+
+
+def test_offsets_of_even_windows_beside_their_embeddings():
+    """Taps −1…2 of a window of four."""
+    drawing = figures.draw_embeddings("layer", LocalAttention2d(3, 16, (4, 6), num_heads=2, dilation=(3, 1)))
+    for axis, rows, labels in zip(drawing.figure.axes, ([0, 1, 3], [0, 2, 5]), ("-3 0 +6", "-2 0 +3"), strict=False):
+        assert axis.get_yticks().tolist() == rows
+        assert " ".join(label.get_text() for label in axis.get_yticklabels()) == labels
+
+
 def test_marks_lie_on_the_pixel_and_frames_around_the_view():
     pooled = nn.Sequential(nn.AvgPool2d(2), LocalAttention2d(3, 8, 3, num_heads=2))
     maps = attention_maps(pooled, torch.randn(1, 3, 40, 56), pixels=[(12, 41)])["1"]

@@ -426,6 +426,27 @@ def test_cells_of_a_network_that_pads_on_both_sides(size):
         assert [bottom - 1, right - 1] == seen[0].abs().sum(0).nonzero().amax(0).tolist()
 
 
+@pytest.mark.parametrize("size", [(44, 63), (40, 47), (47, 40), (51, 33)])
+def test_cells_of_a_network_that_leaves_the_last_pixels_out(size):
+    """VGG's pooling pads nothing: what is left over at the bottom and at the right belongs to the last cells."""
+    pools = nn.Sequential(*[nn.AvgPool2d(2) for _ in range(3)])
+    net = nn.Sequential(pools, LocalAttention2d(2, 2, 3, num_heads=1))
+    image = torch.randn(1, 2, *size, requires_grad=True)
+    pooled = pools(image)
+    used = [8 * n for n in pooled.shape[2:]]
+    pixels = [(y, x) for y in (0, 7, 24, used[0] - 1) for x in (0, 7, 24, used[1] - 1)]
+    maps = attention_maps(net, image.detach(), pixels=[*pixels, (size[0] - 1, size[1] - 1)], received=False)["1"]
+    for (y, x), (row, column) in zip(pixels, maps.cells, strict=False):
+        (seen,) = torch.autograd.grad(pooled[0, :, row, column].sum(), image, retain_graph=True)
+        assert seen[0, :, y, x].all()
+    assert maps.cells[-1] == (pooled.shape[2] - 1, pooled.shape[3] - 1)
+    rows = torch.arange(pooled.shape[2]).float()[:, None].expand(pooled.shape[2:])
+    smooth = maps.on_image(rows, smooth=True)
+    assert smooth.shape == maps.on_image(rows).shape == size
+    assert (smooth[: used[0]] - maps.on_image(rows)[: used[0]]).abs().max() <= 0.5
+    assert (smooth[used[0] :] == rows.max()).all()
+
+
 def test_on_the_image_each_pixel_has_its_cells_weight():
     net = nn.Sequential(nn.AvgPool2d(2, ceil_mode=True), LocalAttention2d(4, 4, 3, num_heads=2))
     maps = attention_maps(net, torch.randn(1, 4, 5, 9), pixels=[(4, 8)])["1"]

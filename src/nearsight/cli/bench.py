@@ -68,6 +68,10 @@ def bench(
     What gives wrong results gets no time. "ours ÷ it" is the time of the backend a call takes by itself over that of the
     row: below 1, ours is faster. On CUDA, times are replays of a captured graph, with the plain launches beside them.
     """
+    if size is not None and suite is not Suite.models:
+        raise UserError(
+            f"got --size {size} for {suite.value}, wanted it for models alone; choose shapes with --filter."
+        )
     for path in (csv, json, plot):
         if path is None:
             continue

@@ -66,11 +66,24 @@ def _trained(text: str) -> Opened:
         )
 
     def test(number: int) -> Image:
-        from nearsight.train.data.sources import open_source
+        """Of the split that the run was evaluated on, which may be held out of its training images."""
+        from nearsight.train.data.sources import open_source, split_source
+        from nearsight.train.tasks import config_from
 
-        root = network.checkpoint.state["config"]["data"].get("root")
-        data = network.data.model_copy(update={"root": root if root and Path(root).exists() else None})
-        split: Any = open_source(data).evaluation
+        config: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
+        root = config.data.root
+        data = config.data.model_copy(update={"root": root if root and Path(root).exists() else None})
+        try:
+            source = open_source(data, labelled=network.task == "classify")
+            split: Any = split_source(source, data, config.train.seed)[1]
+        except UserError as error:
+            raise UserError(
+                f"{TEST}{number}: {str(error).rstrip('.')}; or give an image file, or {' or '.join(BUILT_IN)}."
+            ) from error
+        if source.streamed:
+            raise UserError(
+                f"{TEST}{number}: {data.source!r} is read from its beginning to its end alone; give an image file."
+            )
         if number >= len(split):
             raise UserError(
                 f"{TEST}{number}: the evaluation split of {data.source!r} has {len(split)} images, from 0 on."
@@ -163,7 +176,10 @@ def open_picture(opened: Opened, text: str) -> Image:
             raise UserError(
                 f"got the image {text!r} for {opened.name}, which was not trained here; give an image file."
             )
-        return opened.test(int(number)).convert(mode)
+        try:
+            return opened.test(int(number)).convert(mode)
+        except BadImageError as error:
+            raise UserError(f"{text}: {error}.") from error
     if text in BUILT_IN and not Path(text).exists():
         from sklearn.datasets import load_sample_image
 

@@ -221,9 +221,12 @@ def _write_onnx(program: Any, file: Path, output: str, shape: list[int | str], f
                 program, (), dynamo=True, input_names=[IMAGES], output_names=[output], verbose=False
             )
     except Exception as error:
-        raise UserError(
-            f"{file.name}: ONNX lacks what the network does ({_first(error)}); write a .pt2 instead."
-        ) from error
+        if isinstance(_innermost(error), ImportError):
+            raise UserError(
+                f"this torch does not work with the onnxscript that is installed ({_first(error)}); "
+                f"pip install -U onnxscript, or write a .pt2 instead."
+            ) from error
+        raise UserError(f"ONNX lacks what the network does ({_first(error)}); write a .pt2 instead.") from error
     if hasattr(made, "rename_axes"):
         symbols = zip(made.model.graph.inputs[0].shape, shape, strict=True)
         made.rename_axes({symbol: str(name).rpartition("·")[2] for symbol, name in symbols if isinstance(name, str)})
@@ -275,9 +278,15 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _first(error: BaseException) -> str:
-    """An exporter's error in one line: the innermost one's first words."""
+def _innermost(error: BaseException) -> BaseException:
+    """What all the others were raised from."""
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def _first(error: BaseException) -> str:
+    """An exporter's error in one line: the innermost one's first words."""
+    error = _innermost(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

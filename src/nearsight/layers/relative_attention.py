@@ -131,9 +131,10 @@ class RelativeAttention2d(nn.Module):
             parts_k.append((~key_mask)[..., None, None].to(k.dtype).expand(*k.shape[:4], 1) * MASKED_LOGIT)
         # One width for all three, a multiple of 8: what fused kernels ask for.
         width_q = sum(p.shape[-1] for p in parts_q)
-        # Which is wider is no question for an exported graph, which holds for every size.
-        size = width_q + v.shape[-1] if exporting() else max(width_q, v.shape[-1])
-        size = (size + 7) // 8 * 8
+        size = (max(width_q, v.shape[-1]) + 7) // 8 * 8
+        if exporting():
+            # Which is wider is no question for a graph that holds for every size, nor may what is spare be 1 for some.
+            size = width_q + v.shape[-1]
         wide = _side_by_side(parts_q, size).flatten(2, 3)
         keys, values = (
             _side_by_side(parts, size).permute(0, 3, 1, 2, 4).flatten(2, 3)

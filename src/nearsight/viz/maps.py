@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,8 @@ class LayerMaps:
             flat = maps.reshape(1, -1, *self.grid)
             flat = F.interpolate(flat, size, mode="bilinear", align_corners=False) if flat.numel() else flat
             height, width = self.image_size
+            if size[0] < height or size[1] < width:  # pixels that the network left out
+                flat = F.pad(flat, (0, max(0, width - size[1]), 0, max(0, height - size[0])), mode="replicate")
             flat = flat[..., top : top + height, left : left + width]
             return flat.reshape(*maps.shape[:-2], height, width)
         under = _cells(self.image_size, self.grid, self.before)
@@ -302,20 +305,23 @@ def _cells(image: Pair, grid: Pair, before: Pair) -> tuple[list[int], list[int]]
     """The cell of every row and of every column of an image."""
     step = _step(image, grid)
     rows, columns = (
-        [(i + padding) // step if step else i * cells // size for i in range(size)]
+        [min((i + padding) // step, cells - 1) if step else i * cells // size for i in range(size)]
         for size, cells, padding in zip(image, grid, before, strict=True)
     )
     return rows, columns
 
 
 def _step(image: Pair, grid: Pair) -> int | None:
-    """The power of two by which a network made `grid` = ⌈image / step⌉, or None: the grid is then stretched over the image."""
-    step = 1
-    while step <= max(image):
-        if all(-(-size // step) == cells for size, cells in zip(image, grid, strict=True)):
-            return step
-        step *= 2
-    return None
+    """The power of two by which a network made `grid`, or None: the grid is then stretched over the image.
+
+    Networks that pad make ⌈image / step⌉ cells, those that do not (VGG's pooling) leave the last pixels out.
+    """
+    steps = [1 << n for n in range(max(image).bit_length())]
+    padded = (step for step in steps if all(-(-n // step) == cells for n, cells in zip(image, grid, strict=True)))
+    cut = (
+        step for step in steps if all(cells in (n // step, -(-n // step)) for n, cells in zip(image, grid, strict=True))
+    )
+    return next(itertools.chain(padded, cut), None)
 
 
 def _look(
