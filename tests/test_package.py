@@ -1,16 +1,20 @@
 """The package as a whole: what it ships, what an import costs, and which folder may use which."""
 
 import ast
+import itertools
 import subprocess
 import sys
+import tomllib
 from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import nearsight
 
 ROOT = Path(nearsight.__file__).parent
+LOWEST = ROOT.parents[1] / "constraints-lowest.txt"
 FILES = sorted(ROOT.rglob("*.py"))
 
 # cli → train, viz, bench, export → detect → models → layers → ops: a folder may use those of lower rank.
@@ -119,3 +123,14 @@ def test_no_model_file_is_named_like_one_of_timms():
 
     theirs = {path.stem for path in Path(timm.models.__file__).parent.glob("*.py") if not path.stem.startswith("_")}
     assert not theirs & {path.stem for path in (ROOT / "models").glob("*.py") if not path.stem.startswith("_")}
+
+
+@pytest.mark.skipif(not LOWEST.exists(), reason="not part of a distribution")
+def test_lower_bounds_are_those_tested():
+    """`make test-lowest` installs the versions that pyproject.toml promises to work with."""
+    project = tomllib.loads(LOWEST.with_name("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = itertools.chain.from_iterable(project["optional-dependencies"].values())
+    needs = [Requirement(need) for need in (*project["dependencies"], *extras)]
+    wanted = {need.name: f"=={bound.version}" for need in needs for bound in need.specifier if bound.operator == ">="}
+    pins = map(Requirement, LOWEST.read_text(encoding="utf-8").splitlines()[1:])
+    assert {pin.name: str(pin.specifier) for pin in pins} == wanted

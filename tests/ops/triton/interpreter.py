@@ -94,6 +94,8 @@ def _mend_arithmetic() -> None:
         return handle(products.astype(added.data.dtype) + added.data, added.dtype.scalar)
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    if not hasattr(builder, "get_bf16"):  # before Triton 3.9
+        builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
 
 
 def _serve() -> None:
