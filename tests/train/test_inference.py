@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from nearsight.errors import UserError
+from nearsight.train.data.config import DataConfig
 from nearsight.train.data.sources import open_source
 from nearsight.train.engine import fit
 from nearsight.train.inference import evaluate, load_network, pixels_of, predict, push
@@ -63,6 +64,15 @@ def test_other_images_are_normalised_as_those_of_the_training_were(run: Any, tmp
     )
     shifted = evaluate(run[0], [f"data.source=folder:{tmp_path}", "data.mean=[0.9]"], device="cpu")
     assert shifted["loss"] != pytest.approx(own["loss"], rel=1e-4)
+
+
+def test_what_a_run_was_trained_with_is_no_fault_of_its_evaluation(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later versions may refuse settings that earlier ones took; those that are new are checked as ever."""
+    before = DataConfig.faults
+    monkeypatch.setattr(DataConfig, "faults", lambda data: ["data.crop: no longer taken", *before(data)])
+    assert evaluate(run[0], device="cpu")["accuracy"] == run[1].metrics["ema_accuracy"]
+    with pytest.raises(UserError, match=r"step-\d+: data\.eval_split: got test with data\.holdout=0\.1, whose"):
+        evaluate(run[0], ["data.holdout=0.1", "data.eval_split=test"], device="cpu")
 
 
 def test_evaluation_wants_the_same_classes(run: Any, tmp_path: Path) -> None:

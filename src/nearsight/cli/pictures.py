@@ -70,7 +70,7 @@ def _trained(text: str) -> Opened:
         from nearsight.train.data.sources import open_source, split_source
         from nearsight.train.tasks import config_from
 
-        config: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
+        config: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path), known=None)
         root = config.data.root
         data = config.data.model_copy(update={"root": root if root and Path(root).exists() else None})
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -286,13 +286,16 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def validate(cls: type[Config], data: Mapping[str, Any], name: str) -> Config:
-    """A typed config, or one sentence that names every fault."""
+def validate(cls: type[Config], data: Mapping[str, Any], name: str, known: Collection[str] | None = ()) -> Config:
+    """A typed config, or one sentence that names every fault.
+
+    Faults between keys that are `known` already are let be; None: all of them, of what was trained with them.
+    """
     try:
         config = cls.model_validate(dict(data))
     except ValidationError as error:
         _refuse(name, _faults(error.errors(), cls))
-    faults = config.faults()
+    faults = [] if known is None else [fault for fault in config.faults() if fault not in known]
     if faults:
         _refuse(name, faults)
     return config

@@ -102,11 +102,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics of a run or checkpoint on its evaluation split (or on another: `data.source=…`)."""
     network = load_network(path, average=average)
-    saved: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path))
+    # A run may have been trained with settings that had no effect and are refused since.
+    saved: Any = config_from(network.checkpoint.state["config"], str(network.checkpoint.path), known=None)
     keys = network.checkpoint.state["config"]
     for override in overrides:
         keys = merge(keys, parse_override(override))
-    config: Any = config_from(keys, str(network.checkpoint.path))
+    config: Any = config_from(keys, str(network.checkpoint.path), known=saved.faults())
     if config.model != saved.model:
         raise UserError(
             f"{path}: got other keys of model for a trained network, wanted only those of data and train.seed."

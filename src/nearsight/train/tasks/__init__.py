@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -83,9 +83,9 @@ def _module(task: Any) -> Any:
     return importlib.import_module(TASKS[task])
 
 
-def config_from(keys: Mapping[str, Any], name: str) -> RunConfig:
-    """The typed config of whichever task the keys name."""
-    config: RunConfig = validate(_module(keys.get("task", "classify")).CONFIG, keys, name)
+def config_from(keys: Mapping[str, Any], name: str, known: Collection[str] | None = ()) -> RunConfig:
+    """The typed config of whichever task the keys name; `known` as in `validate`."""
+    config: RunConfig = validate(_module(keys.get("task", "classify")).CONFIG, keys, name, known)
     return config
 
 
