@@ -68,6 +68,8 @@ def run(coco: Path, tmp_path_factory: Any) -> Any:
 class ColourDetector(nn.Module):
     """Finds the shapes by their colours, exactly: what it reports tells where the task's coordinates are."""
 
+    score_thresh = 0.05
+
     def forward(self, images: list[Tensor], targets: Any = None) -> list[dict[str, Tensor]]:
         found = []
         for image in images:
@@ -267,6 +269,12 @@ def test_predictions_are_in_the_files_pixels(run: Any, tmp_path: Path) -> None:
         assert found.scores == sorted(found.scores, reverse=True)
     assert [len(one.boxes) for one in detect(network, files, threshold=0.85)] == [1, 1, 1]
     assert [len(one.boxes) for one in detect(network, files, threshold=0.9)] == [1, 1, 1]  # at least so sure
+    # What the detector itself leaves out is found where less is asked for.
+    own = load_network(run[0])
+    own.model.score_thresh = 0.05  # torchvision's
+    few, all_of_them = (detect(own, files[:1], threshold=wanted)[0].scores for wanted in (0.05, 0.0))
+    assert all_of_them[: len(few)] == few
+    assert all_of_them[-1] < 0.05 == own.model.score_thresh
     with pytest.raises(UserError, match="no image file"):
         detect(network, [tmp_path / "gone.png"])
     files[0].write_text("no image")

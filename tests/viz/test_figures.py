@@ -269,6 +269,10 @@ def test_embeddings_and_mixture_are_the_layers():
     assert np.array_equal(images_of(drawing.figure.axes[1])[0], layer.rel_col.detach().numpy())
     ticks = [[label.get_text() for label in axis.get_yticklabels()] for axis in drawing.figure.axes[:2]]
     assert ticks == [["-1", "0", "+1"], ["-4", "0", "+4"]]
+    several = LocalAttention2d(3, 16, (3, 5), num_heads=4, per_head_position=True)
+    axes = figures.draw_embeddings("layer1", several, [3, 1]).figure.axes[:4]
+    assert [axis.get_title() for axis in axes] == ["rows, head 3", "rows, head 1", "columns, head 3", "columns, head 1"]
+    assert np.array_equal(images_of(axes[2])[0], several.rel_col[3].detach().numpy())
     stem = AttentionStem2d(3, 16, 4, mixtures=3)
     mixture = figures.draw_mixture("stem", stem).numbers["mixture"]
     assert mixture.shape == (3, 4, 4)
@@ -332,6 +336,10 @@ def test_costs_and_radii():
     assert np.allclose(drawing.numbers["one/mean"], 0.75)
     assert np.allclose(drawing.numbers["two/highest"], 0.4)
     assert drawing.figure.axes[0].lines[1].get_ydata() == pytest.approx([0.3] * 4)
+    assert drawing.figure.axes[0].lines[2].get_ydata() == [0.75, 0.75]
+    model = timm.create_model("expatt_resnet_nano", radius=0.4)
+    drawing = draw_radii({"one": figures.learned_radii(model)}, figures.first_radii(model))
+    assert drawing.figure.axes[0].lines[1].get_ydata() == [0.4, 0.4]
 
 
 def test_the_demos_picture():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -134,7 +135,7 @@ def _figures(
         for text in images or ["test:0"]:
             name = free_name(Path(text).stem if Path(text).is_file() else text.replace(":", ""), names)
             yield from _of_image(opened, text, name, layers, pixels, heads, wanted)
-    yield from _of_parameters(opened, layers, wanted)
+    yield from _of_parameters(opened, layers, heads, wanted)
 
 
 def _of_image(
@@ -182,13 +183,18 @@ def _of_image(
                 yield Made("parts", ", ".join(one.name for one in group), name, None, parts)
 
 
-def _of_parameters(opened: Opened, layers: list[str] | None, wanted: list[str]) -> Iterator[Made]:
+def _of_parameters(
+    opened: Opened, layers: list[str] | None, heads: list[int] | None, wanted: list[str]
+) -> Iterator[Made]:
     """Figures that need no image."""
     from nearsight.viz import figures
     from nearsight.viz.maps import choose_layers
     from nearsight.viz.run_figures import draw_radii
 
-    draw = {"embeddings": figures.draw_embeddings, "mixture": figures.draw_mixture}
+    draw: dict[str, Callable[..., Drawing | None]] = {
+        "embeddings": partial(figures.draw_embeddings, chosen=heads),
+        "mixture": figures.draw_mixture,
+    }
     for name, layer in choose_layers(opened.model, layers).items():
         for figure in draw.keys() & set(wanted):
             drawing = draw[figure](name, layer)
@@ -196,7 +202,7 @@ def _of_parameters(opened: Opened, layers: list[str] | None, wanted: list[str]) 
                 yield Made(figure, name, "", None, drawing)
     radii = figures.learned_radii(opened.model)
     if "radius" in wanted and radii:
-        yield Made("radius", "", "", None, draw_radii({opened.name: radii}))
+        yield Made("radius", "", "", None, draw_radii({opened.name: radii}, figures.first_radii(opened.model)))
 
 
 def _compared(runs: list[str], notes: list[str]) -> Iterator[Made]:
@@ -205,13 +211,14 @@ def _compared(runs: list[str], notes: list[str]) -> Iterator[Made]:
     from nearsight.models.flops import count_flops, count_parameters
     from nearsight.train.inference import load_network
     from nearsight.train.log import read_log
-    from nearsight.viz.figures import learned_radii
+    from nearsight.viz.figures import first_radii, learned_radii
     from nearsight.viz.run_figures import RunFacts, draw_costs, draw_radii, draw_run_curves
 
     names = _short_names(runs)
     logs: dict[str, Any] = {}
     facts: dict[str, RunFacts] = {}
     radii: dict[str, Any] = {}
+    starts: set[float] = set()
     for run, name in zip(runs, names, strict=True):
         if not Path(run).is_dir() and not weights.find(run):
             raise UserError(f"no run {run!r}; --compare takes runs' folders and the names of shipped networks.")
@@ -230,12 +237,13 @@ def _compared(runs: list[str], notes: list[str]) -> Iterator[Made]:
         learned = learned_radii(network.model)
         if learned:
             radii[name] = learned
+            starts |= first_radii(network.model)
     if logs:
         yield Made("curves", "", "", None, draw_run_curves(logs))
     if facts:
         yield Made("costs", "", "", None, draw_costs(facts))
     if radii:
-        yield Made("radius", "", "", None, draw_radii(radii))
+        yield Made("radius", "", "", None, draw_radii(radii, starts))
 
 
 def _short_names(runs: Sequence[str]) -> list[str]:

@@ -192,11 +192,17 @@ def detect(network: Network, files: Sequence[str | Path], threshold: float = 0.5
     card = network.card
     data = DetectionDataConfig(source=network.checkpoint.state["config"]["data"]["source"], **card["input"])
     resize = eval_resize(data)
+    model: Any = network.model
+    kept = model.score_thresh  # the detector's own, 0.05 for a RetinaNet
     results = []
     for file in files:
         image = _open(file, 3, data.max_pixels)
         pixels = resize(pixels_of(image)).float().div(255)
-        found = on_file(network.model([pixels])[0], pixels, torch.tensor([image.height, image.width]))
+        model.score_thresh = min(kept, threshold)
+        try:
+            found = on_file(model([pixels])[0], pixels, torch.tensor([image.height, image.width]))
+        finally:
+            model.score_thresh = kept
         order = [i for i in found["scores"].argsort(descending=True).tolist() if found["scores"][i] >= threshold]
         labels = found["labels"][order].tolist()
         boxes = [[round(v, 2) for v in box] for box in found["boxes"][order].tolist()]

@@ -22,6 +22,7 @@ __all__ = [
     "draw_mixture",
     "draw_parts",
     "draw_received",
+    "first_radii",
     "grouped",
     "learned_radii",
 ]
@@ -205,17 +206,23 @@ def draw_parts(picture: Picture, group: Sequence[LayerMaps], pixels: Sequence[Pa
     return Drawing(file_name(picture.name, name, "parts"), sheet.figure, numbers)
 
 
-def draw_embeddings(name: str, layer: nn.Module) -> Drawing | None:
-    """The learned relative embeddings of rows and columns, offset against channel; None for a layer without any (SASA)."""
+def draw_embeddings(name: str, layer: nn.Module, chosen: Sequence[int] | None = None) -> Drawing | None:
+    """The learned relative embeddings of rows and columns, offset against channel; None for a layer without any (SASA).
+
+    Where heads have their own, those that are `chosen`, or all.
+    """
     if not isinstance(layer, LocalAttention2d | AttentionStem2d | RelativeAttention2d) or layer.rel_row is None:
         return None
     assert layer.rel_col is not None
     tables = {"rows": _numpy(layer.rel_row), "columns": _numpy(layer.rel_col)}
     panels = []
     for axis_name, table in tables.items():
-        heads = table if table.ndim == 3 else table[None]
-        several = len(heads) > 1
-        panels += [(f"{axis_name}, head {i}" if several else axis_name, t) for i, t in enumerate(heads)]
+        if table.ndim == 3 and len(table) > 1:
+            panels += [(f"{axis_name}, head {i}", table[i]) for i in chosen_heads(chosen, len(table))]
+        else:
+            panels.append((axis_name, table.reshape(table.shape[-2:])))
+    if not panels:
+        return None
     shape = max((t.shape for _, t in panels), key=lambda shape: shape[0])
     sheet = Sheet(
         len(panels),
@@ -273,6 +280,17 @@ def learned_radii(model: nn.Module) -> dict[str, list[float]]:
         for name, layer in model.named_modules()
         if isinstance(layer, ExplicitAttention2d) and layer.radius is not None
     }
+
+
+def first_radii(model: nn.Module) -> set[float]:
+    """The radii that a network's explicit layers started from.
+
+    >>> import timm, nearsight
+    >>> first_radii(timm.create_model("expatt_resnet_nano", radius=0.5))
+    {0.5}
+    """
+    layers = (layer for layer in model.modules() if isinstance(layer, ExplicitAttention2d))
+    return {layer.radius_init for layer in layers if layer.radius is not None}
 
 
 def _view(seen: Any, grid: Pair) -> tuple[int, int, int, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nearsight.layers.explicit import RADIUS_INIT
 from nearsight.viz.panels import Drawing
 
 if TYPE_CHECKING:
@@ -102,10 +103,13 @@ def draw_costs(runs: Mapping[str, RunFacts]) -> Drawing:
     return Drawing("accuracy-against-cost", figure, {**numbers, "runs": np.array(list(runs))})
 
 
-def draw_radii(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
+def draw_radii(
+    runs: Mapping[str, Mapping[str, Sequence[float]]], starts: Collection[float] = (RADIUS_INIT,)
+) -> Drawing:
     """The learned radius of every explicit layer against depth, a line per run (ExpAtt's Figure 3).
 
-    `runs` are those of `figures.learned_radii`. Layers with one radius per head show their mean and their range.
+    `runs` are those of `figures.learned_radii`, `starts` where their radii began. Layers with one radius per head show
+    their mean and their range.
 
     >>> drawing = draw_radii({"a": {"layer1.0": [0.7], "layer2.0": [0.4, 0.6]}})
     >>> drawing.numbers["a/mean"]
@@ -117,7 +121,7 @@ def draw_radii(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
     figure = Figure(figsize=(6.4, 3.6), dpi=110, layout="constrained")
     axis = figure.subplots()
     numbers: dict[str, Any] = {}
-    deepest, highest = 0, 0.75
+    deepest, highest = 0, max(starts)
     for number, (name, radii) in enumerate(runs.items()):
         means = np.array([float(np.mean(r)) for r in radii.values()])
         numbers |= {f"{name}/mean": means, f"{name}/layers": np.array(list(radii))}
@@ -128,7 +132,8 @@ def draw_radii(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
             lows, highs = (np.array([f(r) for r in radii.values()]) for f in (min, max))
             numbers |= {f"{name}/lowest": lows, f"{name}/highest": highs}
             axis.fill_between(depth, lows, highs, color=COLOURS[number % len(COLOURS)], alpha=0.15, linewidth=0)
-    axis.axhline(0.75, color="0.6", linewidth=1, zorder=0)
+    for start in starts:
+        axis.axhline(start, color="0.6", linewidth=1, zorder=0)
     axis.set(xlabel="explicit layer, by depth", ylabel="learned radius σ (grey: where it starts)")
     axis.set_ylim(0, 1.08 * highest)
     axis.set_xlim(0.5, max(deepest, 1) + 0.5)
