@@ -158,3 +158,25 @@ def test_plain_and_parametrised_projections_are_only_their_weight():
     assert not only_weight(plain, nn.Conv2d)
     assert only_weight(nn.utils.parametrizations.weight_norm(plain), nn.Linear)
     assert not only_weight(nn.Identity(), nn.Linear)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["plain", "watched", "of another class", "with a forward of its own"])
+def test_compiled_layers_take_the_way_that_others_take(kind):
+    """What a compiler is told of the projection is what it is: compiled networks would lose their fused forms otherwise."""
+    torch._dynamo.reset()
+    projection = Doubled(3, 4) if kind == "of another class" else nn.Linear(3, 4)
+    if kind == "watched":
+        projection.register_forward_hook(lambda module, inputs, output: None)
+    if kind == "with a forward of its own":
+        projection.forward = lambda x: x
+
+    def fused(x):
+        return x + only_weight(projection, nn.Linear)
+
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) == fused(torch.zeros(())) == (kind == "plain")

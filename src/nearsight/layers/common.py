@@ -122,7 +122,9 @@ def only_weight(projection: nn.Module, kind: type[nn.Module]) -> bool:
     """
     before = projection._forward_pre_hooks or projection._backward_pre_hooks
     after = projection._forward_hooks or projection._backward_hooks
-    return getattr(projection.forward, "__func__", None) is kind.forward and not (before or after)
+    # Asked of the class and of the instance, for Dynamo says of a bound method that its function is none.
+    own = type(projection).forward is kind.forward and "forward" not in projection.__dict__
+    return own and not (before or after)
 
 
 def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
