@@ -45,7 +45,8 @@ def _cpu(call: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Else garbage of before might be freed meanwhile, and the allocator complain that it does not know it.
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # There is one cycle; older versions of torch warn of the events of others where these are not kept.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         result = call()
     del result
     events = [

@@ -264,13 +264,13 @@ def _load_pt2(file: Path) -> Run:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Their advice to those who write exporters."""
+    """Their advice to those who write exporters; older ones of onnxscript print it."""
     loggers = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
