@@ -286,21 +286,24 @@ def test_masked_pixels_do_not_matter(network):
     assert not torch.allclose(loud[0], wanted[0], atol=1e-3)
 
 
+def assert_padding_is_left_out(model, x, side):
+    """In the corner of a masked square, every stage's map is that of the images alone."""
+    batch, channels, rows, columns = x.shape
+    canvas, mask = torch.zeros(batch, channels, side, side), torch.zeros(batch, side, side, dtype=torch.bool)
+    canvas[:, :, :rows, :columns], mask[:, :rows, :columns] = x, True
+    with torch.no_grad():
+        alone = model.forward_intermediates(x, intermediates_only=True)
+        padded = model.forward_intermediates(canvas, key_mask=mask, intermediates_only=True)
+    for small, large in zip(alone, padded, strict=True):
+        cut = large[:, :, : small.shape[2], : small.shape[3]]
+        torch.testing.assert_close(cut, small, rtol=1e-3, atol=1e-4 * float(small.abs().max()))
+
+
 def test_padding_under_a_mask_is_as_if_it_were_not_there(network):
     name = network.pretrained_cfg["architecture"]
     if name.startswith(("expatt", "aa")):
         pytest.skip("distances and tables are relative to the size of the map, which padding changes")
-    x = images(64, 96)
-    canvas = torch.zeros(2, 3, 128, 128)
-    canvas[:, :, :64, :96] = x
-    mask = torch.zeros(2, 128, 128, dtype=torch.bool)
-    mask[:, :64, :96] = True
-    with torch.no_grad():
-        alone = network.forward_intermediates(x, intermediates_only=True)
-        padded = network.forward_intermediates(canvas, key_mask=mask, intermediates_only=True)
-    for small, large in zip(alone, padded, strict=True):
-        cut = large[:, :, : small.shape[2], : small.shape[3]]
-        torch.testing.assert_close(cut, small, rtol=1e-3, atol=1e-4 * float(small.abs().max()))
+    assert_padding_is_left_out(network, images(64, 96), 128)
 
 
 def attend_locally(conv):
@@ -327,15 +330,7 @@ def test_attention_in_place_of_convolutions_leaves_padding_out(name, options, wh
     model = awake(timm.create_model(name, **options)).eval()
     options = {"local": {"num_heads": 4}, "qna": {"num_heads": 4, "tap_scale": "ones"}}
     replace_conv(model, layer, where=where, **options.get(layer, {}))
-    x = images(32, 64)
-    canvas, mask = torch.zeros(2, 3, 96, 96), torch.zeros(2, 96, 96, dtype=torch.bool)
-    canvas[:, :, :32, :64], mask[:, :32, :64] = x, True
-    with torch.no_grad():
-        alone = model.forward_intermediates(x, intermediates_only=True)
-        padded = model.forward_intermediates(canvas, key_mask=mask, intermediates_only=True)
-    for small, large in zip(alone, padded, strict=True):
-        cut = large[:, :, : small.shape[2], : small.shape[3]]
-        torch.testing.assert_close(cut, small, rtol=1e-3, atol=1e-4 * float(small.abs().max()))
+    assert_padding_is_left_out(model, images(32, 64), 96)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

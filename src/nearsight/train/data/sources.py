@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -410,17 +410,20 @@ def sizes_without_data(data: DataConfig, error: UserError) -> tuple[int, int]:
     return images - round(images * data.holdout), data.num_classes or known[1]
 
 
-def split_source(source: Source, data: DataConfig, seed: int, *, evaluation_only: bool = False) -> tuple[Any, Any]:
+def split_source(
+    source: Source, data: DataConfig, seed: int, tell_whole: Callable[[str], None] | None = None
+) -> tuple[Any, Any]:
     """(train, evaluation) of a source: its own splits, or `data.holdout` of train, or a sentence.
 
-    Where nothing is trained, all images of a source without splits are evaluated.
+    With `tell_whole`, which is for where nothing is trained, all images of a source without splits are evaluated, and it is told.
     """
     if data.holdout:
         if source.streamed:
             raise UserError("data.holdout: a streamed source cannot be split; name a split in data.eval_split.")
         return hold_out(source.train, data.holdout, seed)
     if source.evaluation is None:
-        if evaluation_only:
+        if tell_whole is not None:
+            tell_whole(f"{data.source} has no splits: all of its {len(source.train)} images are evaluated")
             return source.train, source.train
         raise UserError(
             f"data.source: {data.source!r} has no evaluation split; hold some of train out: data.holdout=0.1."

@@ -135,9 +135,7 @@ class Classify:
         data = config.data
         source = open_source(data)
         self.source, self.classes = source, source.classes
-        train, evaluation = split_source(source, data, config.train.seed, evaluation_only=evaluation_only)
-        if evaluation is source.train and source.evaluation is None:
-            note(f"{data.source} has no splits: all of its {len(evaluation)} images are evaluated")
+        train, evaluation = split_source(source, data, config.train.seed, note if evaluation_only else None)
         shared: dict[str, Any] = {
             "seed": config.train.seed,
             "channels_last": config.model.channels_last,

@@ -120,9 +120,7 @@ class Reconstruct:
         self.source = source
         self.model: nn.Module = _network(config.model, data.channels)
         _check_size(data.image_size, self.model)
-        train, evaluation = split_source(source, data, config.train.seed, evaluation_only=evaluation_only)
-        if evaluation is source.train and source.evaluation is None:
-            note(f"{data.source} has no splits: all of its {len(evaluation)} images are evaluated")
+        train, evaluation = split_source(source, data, config.train.seed, note if evaluation_only else None)
         shared: dict[str, Any] = {
             "seed": config.train.seed,
             "channels_last": config.model.channels_last,
