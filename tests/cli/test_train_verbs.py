@@ -265,7 +265,7 @@ def test_a_checkpoint_goes_on_in_its_own_run(monkeypatch: Any, run: Path) -> Non
         raise engine.Stopped(2, 7, folder, None)
 
     monkeypatch.setattr(engine, "fit", stopped)
-    path = next((run / "checkpoints").iterdir())
+    path = next((run / "checkpoints").glob("step-*"))
     assert main(["train", "train.max_steps=9", "--resume", str(path)]) == 130
     assert asked == [(9, run, path)]
     for folder, name in ((path.parent, path.name), (path, ".")):
