@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -18,8 +19,10 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nearsight.train import ahead, engine
+from nearsight.train import kinds as parts
 from nearsight.train.compilation import repeated_blocks
 from nearsight.train.config import RunConfig
 from nearsight.train.engine import Trainer
@@ -78,6 +81,13 @@ def found_all(asked: dict[str, int], kinds: int) -> bool:
     return asked == {"autograd_cache_hit": kinds, "fxgraph_cache_hit": 2 * kinds}
 
 
+def started(config: RunConfig, told: list[str], accelerator: Any = None) -> ahead.Ahead:
+    """As a run starts its children."""
+    children = ahead.Ahead(config, told.append)
+    children.start(accelerator or make_accelerator(config))
+    return children
+
+
 @pytest.fixture
 def _set_otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads and precision of products that a process does not have by itself: code depends on both."""
@@ -94,8 +104,8 @@ def _set_otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_set_otherwise")
 def test_a_run_finds_what_a_child_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One child does its share, the other nothing: of the two kinds the run finds one, and compiles one."""
-    command, idle = ahead._command, child("pass")
-    monkeypatch.setattr(ahead, "_command", lambda share, of: (command, idle)[share](share, of))
+    commands = iter([ahead._command(), child("pass")()])
+    monkeypatch.setattr(ahead, "_command", lambda: next(commands))
     losses, asked, told = trained(config_of(), folder / "a")
     assert asked.pop("autograd_cache_saved") == 1
     assert asked == {
@@ -113,7 +123,7 @@ def test_a_run_finds_what_a_child_compiled(folder: Path, monkeypatch: pytest.Mon
     marks = [ahead._mark(config_of(**keys), accelerator.device).exists() for keys in ({}, {"cuda_graphs": True})]
     assert marks == [True, False]
     monkeypatch.setattr(ahead, "_command", refuse)
-    assert ahead.start(config_of(), accelerator, told.append).children == []
+    assert started(config_of(), told).children == []
 
 
 @pytest.mark.slow
@@ -183,11 +193,13 @@ def test_the_calls_are_those_of_a_step(
     config = config_of({"precision": precision}, {"channels": channels, "augment": augment}, **model)
     accelerator = make_accelerator(config)
     task = task_class("classify")
-    network = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
-    calls = ahead.first_of_each_kind(network, lambda: task.example(config, accelerator.device), accelerator)
+    network = parts._filled(task.facts(config).model, accelerator.device, config.model).train()
+    calls = parts.first_of_each_kind(
+        network, repeated_blocks(network), lambda: task.example(config, accelerator.device), accelerator
+    )
     assert len(calls) == kinds
     assert len(repeated_blocks(network)) == blocks
-    real = ahead._filled(task.facts(config).model, accelerator.device, config.model).train()
+    real = parts._filled(task.facts(config).model, accelerator.device, config.model).train()
     plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
     run = Trainer(plain, tmp_path, quiet=True)
     seen: dict[int, Any] = {}
@@ -196,7 +208,7 @@ def test_the_calls_are_those_of_a_step(
     with accelerator.autocast():
         real(next(run.task.train.epoch(0)).images)
     for call in calls:
-        number = repeated_blocks(network).index(call.block)
+        number = repeated_blocks(network).index(call.part)
         assert list(map(facts, call.args)) == seen[number]
         half = precision == "bf16" and name != "test_vit2"
         assert call.args[0].dtype == (torch.bfloat16 if half else torch.float32)
@@ -221,9 +233,9 @@ def layout(network: nn.Module) -> dict[str, Any]:
 
 def test_every_kind_is_in_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(ahead, "_step", lambda call, model, accelerator: done.append(repr(call.block)))
+    monkeypatch.setattr(parts, "_step", lambda call, accelerator: done.append(repr(call.part)))
     config = config_of(name="test_resnet", options={}, drop_path=0.0)
-    assert [ahead.compile_share(config, share, 3) for share in range(3)] == [2, 1, 1]
+    assert [parts.compile_share(config, share, 3) for share in range(3)] == [2, 1, 1]
     assert len(set(done)) == len(done) == 4
 
 
@@ -232,14 +244,14 @@ def test_inputs_are_made_again_as_inside_a_network() -> None:
 
     with FakeTensorMode():
         fake = torch.empty(2, 3, 5, 7, dtype=torch.bfloat16, requires_grad=True).permute(0, 2, 3, 1)
-    real = ahead._real(fake)
+    real = parts._real(fake)
     assert facts(real) == facts(fake)
     assert not real.is_leaf
-    assert ahead._real(None) is None
+    assert parts._real(None) is None
 
 
-def child(code: str) -> Callable[[int, int], list[str]]:
-    return lambda share, of: [sys.executable, "-c", f"import sys, time; sys.stdin.readline(); {code}"]
+def child(code: str) -> Callable[[], list[str]]:
+    return lambda: [sys.executable, "-c", f"import sys, time; sys.stdin.readline(); {code}"]
 
 
 @pytest.fixture
@@ -263,23 +275,23 @@ def test_a_child_that_fails_is_told_and_the_run_goes_on(folder: Path, monkeypatc
 
 @pytest.mark.usefixtures("eager")
 def test_a_python_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_command", lambda share, of: ["/no/such/python"])
+    monkeypatch.setattr(ahead, "_command", lambda: ["/no/such/python"])
     told: list[str] = []
-    children = ahead.start(config_of(), make_accelerator(config_of()), told.append)
-    children.wait()
+    started(config_of(), told).wait()
     assert len(told) == 1
     assert told[0].startswith("model.compile_processes: cannot start processes ([Errno 2] ")
 
 
-def test_children_belong_to_no_group_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_belong_to_no_group_of_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher's variables would have them wait for each other at its address."""
+    config = config_of(compile_processes=1)
+    alone = make_accelerator(config)
     for name in ahead.LAUNCHER:
         monkeypatch.setenv(name, "0")
     told: list[str] = []
-    command = child("import os; raise ValueError(sorted({'RANK', 'WORLD_SIZE', 'MASTER_PORT'} & os.environ.keys()))")(
-        0, 1
-    )
-    ahead.Ahead([command], "request", None, told.append).wait()
+    code = "import os; raise ValueError(sorted({'RANK', 'WORLD_SIZE', 'MASTER_PORT'} & os.environ.keys()))"
+    monkeypatch.setattr(ahead, "_command", child(code))
+    started(config, told, alone).wait()
     assert told[0].startswith("model.compile_processes: 1 of 1 process failed to compile ahead (ValueError: []); ")
 
 
@@ -299,57 +311,202 @@ def test_a_child_that_hangs_is_left(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ahead, "PATIENCE", 0.2)
     monkeypatch.setattr(ahead, "_command", child("time.sleep(100)"))
     told: list[str] = []
-    started = ahead.start(config_of(), make_accelerator(config_of()), told.append)
-    started.wait()
+    run = started(config_of(), told)
+    run.wait()
     assert "2 of 2 processes failed to compile ahead (not done after 0 s)" in told[0]
-    assert all(each.returncode == -signal.SIGKILL for each in started.children)
+    assert all(each.returncode == -signal.SIGKILL for each in run.children)
 
 
 @pytest.mark.parametrize("moment", ["built", "waited for"])
 @pytest.mark.usefixtures("eager")
 def test_ctrl_c_leaves_no_child_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    started: list[Any] = []
-    plain = ahead.start
+    made: list[ahead.Ahead] = []
 
-    def start(*arguments: Any) -> Any:
-        started.append(plain(*arguments))
-        return started[-1]
+    class Noted(ahead.Ahead):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
 
     def interrupt(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ahead, "_command", child("time.sleep(100)"))
-    monkeypatch.setattr(ahead, "start", start)
+    monkeypatch.setattr(engine, "Ahead", Noted)
     if moment == "built":
         monkeypatch.setattr(engine, "build_task", interrupt)
     else:
         monkeypatch.setattr(ahead.Ahead, "_fault", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Trainer(config_of(), folder / "a", quiet=True).fit()
-    assert len(started[0].children) == 2
-    assert all(each.returncode == -signal.SIGKILL for each in started[0].children)
+    assert len(made[0].children) == 2
+    assert all(each.returncode == -signal.SIGKILL for each in made[0].children)
     assert not ahead._mark(config_of(), torch.device("cpu")).exists()
 
 
-def test_a_child_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    code = (
+@pytest.mark.parametrize("copies", [0, 2])
+def test_children_end_with_a_run_that_is_killed(folder: Path, copies: int) -> None:
+    at_work = (
         "import sys, time, threading, os; from nearsight.train import ahead; sys.stdin.readline(); "
         "threading.Thread(target=ahead._end_with_the_run, daemon=True).start(); "
-        f"open({str(tmp_path / 'pid')!r} + '.part', 'w').write(str(os.getpid())); "
-        f"os.rename({str(tmp_path / 'pid')!r} + '.part', {str(tmp_path / 'pid')!r}); time.sleep(100)"
+        f"open(f'{folder}/{{os.getpid()}}.pid', 'w').close(); time.sleep(100)"
     )
     run = (
-        "import sys, time; from nearsight.train import ahead; "
-        f"kept = ahead.Ahead([[sys.executable, '-c', {code!r}]], 'request', None, print); time.sleep(100)"
+        "import sys, time; from tests.train.test_ahead import ahead, config_of, started; "
+        f"ahead._copies = lambda config: {copies}; ahead.main = lambda: exec({at_work!r}); "
+        f"ahead._command = lambda: [sys.executable, '-c', {at_work!r}]; "
+        "kept = started(config_of(), []); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", run])
     try:
-        wait_for(lambda: (tmp_path / "pid").exists())
+        wait_for(lambda: len(list(folder.glob("*.pid"))) == 2)
     finally:
         parent.kill()
         parent.wait()
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not alive(pid))
+    for file in folder.glob("*.pid"):
+        wait_for(lambda pid=int(file.stem): not alive(pid))
+
+
+# In a process of its own: this one has threads.
+COPIES = """
+import json, sys
+from pathlib import Path
+from tests.train.test_ahead import ahead, config_of, refuse, torch, trained
+ahead._copies = lambda config: 3
+ahead._spawn = refuse
+torch.set_num_threads(1)
+losses, asked, told = trained(config_of(), Path(sys.argv[1]))
+print(json.dumps([asked, told]))
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_a_run_finds_what_its_copies_compiled(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", COPIES, str(folder / "a")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    asked, told = json.loads(done.stdout.splitlines()[-1])
+    assert found_all(asked, 2), (asked, told)
+    assert told[0].endswith(" s for 2 processes that compiled ahead")
+
+
+def copies_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(ahead, "_copies", lambda config: count)
+    monkeypatch.setattr(ahead, "_spawn", refuse)
+    # Other tests have asked for a GPU here; on a CPU a copy can do without.
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+
+
+def test_copies_that_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        sys.stdin.readline()
+        raise ValueError("no room")
+
+    copies_of(monkeypatch, 2)
+    monkeypatch.setattr(ahead, "main", fail)
+    told: list[str] = []
+    started(config_of(), told).wait()
+    assert "2 of 2 processes failed to compile ahead (ValueError: no room); " in told[0]
+
+
+def test_copies_that_hang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies_of(monkeypatch, 2)
+    monkeypatch.setattr(ahead, "PATIENCE", 0.2)
+    monkeypatch.setattr(ahead, "main", lambda: time.sleep(100))
+    told: list[str] = []
+    run = started(config_of(), told)
+    run.wait()
+    assert "2 of 2 processes failed to compile ahead (not done after 0 s)" in told[0]
+    assert all(each.returncode == -signal.SIGKILL for each in run.children)
+
+
+def test_copies_that_are_not_needed_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies_of(monkeypatch, 3)
+    run = ahead.Ahead(config_of(compile_processes=1), [].append)
+    copies = list(run.children)
+    run.start(make_accelerator(config_of()))
+    assert run.children == copies[:1]
+    assert [each.returncode for each in copies[1:]] == [-signal.SIGKILL] * 2
+    run.stop()
+    assert copies[0].returncode == -signal.SIGKILL
+
+
+def test_a_copy_that_cannot_use_the_gpu_starts_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asked for it before the fork leaves the copies without; a Python of its own reads the same request."""
+    copies_of(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    code = f"import json, sys; open(f'{folder}/' + str(json.loads(sys.stdin.readline())['share']), 'w').close()"
+    monkeypatch.setattr(ahead, "_command", lambda: [sys.executable, "-c", code])
+    told: list[str] = []
+    started(config_of(), told).wait()
+    assert told[0].endswith(" s for 2 processes that compiled ahead")
+    assert all((folder / str(share)).exists() for share in range(2))
+
+
+def test_who_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_cores", lambda: 16)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(ahead.threading, "active_count", lambda: 1)
+    on_gpu = config_of({"device": "auto"}, compile_processes=None)
+    assert ahead._copies(on_gpu) == 8
+    assert ahead._copies(config_of({"device": "auto"}, compile_processes=3)) == 3
+    for config in (config_of(), config_of({"device": "auto"}, compile=True, compile_processes=None)):
+        assert ahead._copies(config) == 0
+    for owner, name, value in (
+        (torch.cuda, "device_count", 0),
+        (torch.cuda, "is_initialized", True),
+        (ahead.threading, "active_count", 2),
+        (ahead, "_cores", 4),
+    ):
+        with monkeypatch.context() as change:
+            change.setattr(owner, name, lambda value=value: value)
+            assert ahead._copies(on_gpu) == 0, name
+    monkeypatch.setenv("RANK", "0")
+    assert ahead._copies(on_gpu) == 0
+
+
+def test_cudnns_search_meets_every_kind_of_convolution_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[Any, ...]] = []
+    plain = torch.nn.functional.conv2d
+
+    def noted(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        result = plain(x, weight, *others)
+        if not isinstance(x, FakeTensor):
+            assert x.is_contiguous(memory_format=torch.channels_last) or 1 in x.shape[1:]
+            called.append((*x.shape, *weight.shape, *others[1:], x.requires_grad))
+            result.register_hook(lambda g: called.append(("backward", *g.shape)))
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", noted)
+    config = config_of({}, {"batch_size": 2}, name="sasa_resnet_nano", options={}, drop_path=0.0, channels_last=True)
+    network = task_class("classify").facts(config).model
+    count = parts.search_algorithms(config, make_accelerator(config))
+    forward = [call for call in called if call[0] != "backward"]
+    assert len(forward) == len(set(forward)) == count == len(called) - count
+    weights = {tuple(part.weight.shape) for part in network.modules() if isinstance(part, nn.Conv2d)}
+    assert {call[4:8] for call in forward} == weights
+    assert [call[-1] for call in forward].count(False) == 1, "images have no gradient"
+
+
+def test_who_searches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[RunConfig] = []
+    monkeypatch.setattr(ahead, "search_algorithms", lambda config, accelerator: searched.append(config))
+    monkeypatch.setattr(ahead, "_command", child("pass"))
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    told: list[str] = []
+    fast = config_of({"deterministic": False})
+    run = started(fast, told)
+    run.search(make_accelerator(fast))
+    assert searched == [], "a CPU has no cuDNN"
+    run.search(gpu)
+    assert searched == [fast]
+    exact = config_of({"deterministic": True})
+    started(exact, told).search(gpu)
+    started(config_of({"deterministic": False}, compile_processes=0), told).search(gpu)
+    assert len(searched) == 1
+    monkeypatch.setattr(ahead, "search_algorithms", refuse)
+    assert told == []
+    run.search(gpu)
+    assert told == ["cuDNN's algorithms are searched for in the first step (AssertionError before it)"]
 
 
 def wait_for(true: Callable[[], bool], seconds: float = 60) -> None:
@@ -373,33 +530,29 @@ def test_where_it_would_gain_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ahead, "_command", refuse)
     told: list[str] = []
     alone = make_accelerator(config_of())
-
-    def started(config: RunConfig, accelerator: Any = alone) -> Any:
-        return ahead.start(config, accelerator, told.append).children
-
     for config in (
         config_of(compile=False, compile_processes=None),
         config_of(compile=True, compile_processes=None),
         config_of(compile_processes=0),
         config_of(compile_processes=None),  # on a CPU, which compiles with all its cores
     ):
-        assert started(config) == []
+        assert started(config, told, alone).children == []
     assert told == []
     several = SimpleNamespace(device=alone.device, state=alone.state, distributed_type=DistributedType.MULTI_CPU)
-    started(config_of(), several)
-    started(config_of(compile_processes=None), several)
+    started(config_of(), told, several)
+    started(config_of(compile_processes=None), told, several)
     sharded = SimpleNamespace(fsdp_plugin=object())
-    started(config_of(), SimpleNamespace(device=alone.device, state=sharded, distributed_type=DistributedType.NO))
+    started(config_of(), told, SimpleNamespace(device=alone.device, state=sharded, distributed_type=DistributedType.NO))
     assert told == ["model.compile_processes: nothing is compiled ahead, which is for one training process"] * 2
     told.clear()
-    started(config_of(compile_options={"fx_graph_cache": False}))
-    started(config_of(compile_options={"force_disable_caches": True}))
+    started(config_of(compile_options={"fx_graph_cache": False}), told)
+    started(config_of(compile_options={"force_disable_caches": True}), told)
     assert (
         told == ["model.compile_processes: nothing is compiled ahead, since the compiler's caches are switched off"] * 2
     )
     told.clear()
     monkeypatch.delattr(task_class("classify"), "example")
-    started(config_of())
+    started(config_of(), told)
     assert told == [
         "model.compile_processes: nothing is compiled ahead, since task classify has no batches of one shape"
     ]

@@ -22,7 +22,8 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
 from nearsight.errors import UserError, disk_full
-from nearsight.train import ahead, checkpoints, state
+from nearsight.train import checkpoints, state
+from nearsight.train.ahead import Ahead
 from nearsight.train.compilation import compile_blocks, compiling, tell_unknown_options, uncompiled
 from nearsight.train.config import RunConfig, to_yaml
 from nearsight.train.data.batches import Where, seed_of
@@ -88,18 +89,20 @@ class Trainer:
         on_step: Callable[[Trainer], None] | None = None,
     ) -> None:
         self.config, self.run, self.on_step = config, run, on_step
-        self.accelerator = make_accelerator(config)
-        self.where = Where(self.accelerator.device, self.accelerator.process_index, self.accelerator.num_processes)
-        self.leader = self.accelerator.is_main_process
         self.signal: int | None = None
         self.place = _Place()
         self.losses: list[float] = []
         self.early: list[str] = []
         self.resumed: checkpoints.Checkpoint | None = None
         self.claim: IO[str] | None = None
-        self.ahead = ahead.start(config, self.accelerator, self._note)
-        seed_everything(config.train.seed)
+        self.ahead = Ahead(config, self._note)
         with self.ahead.stopped_by_failures():
+            self.accelerator = make_accelerator(config)
+            self.where = Where(self.accelerator.device, self.accelerator.process_index, self.accelerator.num_processes)
+            self.leader = self.accelerator.is_main_process
+            self.ahead.start(self.accelerator)
+            self.ahead.search(self.accelerator)
+            seed_everything(config.train.seed)
             self.task: Task = build_task(config, self.where, self._note)
             self._build()
             self._begin(resume, quiet)
