@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 SHAPE = re.compile(r"(\d+)×(\d+), (\d+)(?:, (\d+)×\4)?$")
 
 
@@ -16,9 +17,9 @@ def stored(name):
         return list(csv.DictReader(file))
 
 
-def cells(after):
+def cells(after, page=README):
     """The rows of the table whose header begins with `after`."""
-    lines = README[README.index(f"| {after}") :].splitlines()
+    lines = page[page.index(f"| {after}") :].splitlines()
     for line in lines[2:]:
         if not line.startswith("|"):
             return
@@ -97,3 +98,22 @@ def test_networks(network):
     said = re.search(rf"`{network}` ([\d.]+) \(([\d.]+)\)(?: of \w+)?,(?: with)? ([\d.]+\d)", line)
     wanted = (row["replayed_over_peer"], row["compiled_over_peer"], row["bytes_over_peer"])
     assert all(is_rounded(text, value) for text, value in zip(said.groups(), wanted, strict=True)), (said, wanted)
+
+
+def test_layers():
+    """Each layer beside the first of its peers, all of the file's shapes."""
+    rows = stored("layers-h200.csv")
+    assert f"({rows[0]['date']}, commit\n{rows[0]['commit']}" in BENCHMARKS
+    ours = [row for row in rows if row["ours"] == "True"]
+    written = list(cells("layer | map", BENCHMARKS))
+    assert len(written) == len(ours)
+    for (name, sizes, time, peer, ratio), row in zip(written, ours, strict=True):
+        other = next(r for r in rows if (r["subject"], r["shape"]) == (row["subject"], row["shape"]) and r is not row)
+        told = [int(number) for number in re.findall(r"\d+", sizes)]
+        assert name == f"`{row['subject']}`"
+        assert told[:3] == [int(row[size]) for size in ("height", "width", "channels")]
+        assert told[3:] in ([], [int(row["window"] or 0)] * 2)
+        assert peer.rpartition(" ")[0] == other["contender"]
+        assert is_rounded(time, row["total_ms"])
+        assert is_rounded(peer.rpartition(" ")[2], other["total_ms"])
+        assert is_rounded(ratio, other["ours_over_this_total"])
