@@ -13,24 +13,23 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, NoReturn, Protocol
+from typing import IO
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 import nearsight
+from nearsight.train.children import Child, Copy, end_at_once, stop
 from nearsight.train.config import RunConfig
 from nearsight.train.kinds import compile_share, search_algorithms
 from nearsight.train.tasks import config_from, task_class
@@ -50,17 +49,6 @@ PATIENCE = 300.0
 # ---- the run's part ----
 
 
-class Child(Protocol):
-    """What is asked of a child; a Popen has it."""
-
-    stdin: IO[str] | None
-    returncode: int | None
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-
 class Ahead:
     """The children of a run, perhaps none. Made before the run uses its GPU, which a copy of it could not from then on."""
 
@@ -70,13 +58,13 @@ class Ahead:
         self.children: list[Child] = []
         self.messages: list[IO[str]] = []
         # Whatever becomes of the run, they end with it: at the latest when the pipes they read from close.
-        self.stop = weakref.finalize(self, _stop, self.children, self.messages)
-        self._add(_copies(config), lambda messages: Copy(messages, self.children))
+        self.stop = weakref.finalize(self, stop, self.children, self.messages)
+        self._add(_copies(config), lambda messages: Copy(_work, messages, self.children))
 
     def start(self, accelerator: Accelerator) -> None:
         """Have them compile, where the config asks for it or it would gain something."""
         count, self.mark = _plan(self.config, accelerator, self.tell)
-        _stop(self.children[count:], self.messages[count:])
+        stop(self.children[count:], self.messages[count:])
         del self.children[count:], self.messages[count:]
         if not self.children:
             self._add(count, lambda messages: _spawn(_command(), messages))
@@ -101,7 +89,7 @@ class Ahead:
                 self.messages.append(messages)
                 self.children.append(make(messages))
         except OSError as error:
-            _stop(self.children, self.messages)
+            stop(self.children, self.messages)
             self.children.clear()
             self.messages.clear()
             self.tell(f"model.compile_processes: cannot start processes ({error}); the run compiles for itself")
@@ -167,55 +155,6 @@ class Ahead:
         return lines[-1][:300] if lines else f"exit code {code}"
 
 
-def _stop(children: Sequence[Child], messages: Sequence[IO[str]]) -> None:
-    for child in children:
-        child.kill()
-    for child in children:
-        assert child.stdin is not None
-        with contextlib.suppress(OSError):
-            child.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing is waited for without end
-            child.wait(10)
-    for file in messages:
-        file.close()
-
-
-class Copy:
-    """This process once more, waiting for a request; asked as a Popen is."""
-
-    def __init__(self, messages: IO[str], elder: Sequence[Child]):
-        read, write = os.pipe()
-        with warnings.catch_warnings():
-            # Of threads, which a copy does not have: there are none of Python's, and numpy's hold nothing while they wait.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if self.pid == 0:
-            _serve(read, [write, *(child.stdin.fileno() for child in elder if child.stdin is not None)], messages)
-        os.close(read)
-        self.stdin: IO[str] | None = open(write, "w", encoding="utf-8")  # noqa: SIM115
-        self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        until = None if timeout is None else time.monotonic() + timeout
-        while self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
-                pid, status = self.pid, 1 << 8
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif until is not None and time.monotonic() >= until:
-                raise subprocess.TimeoutExpired("a copy of this process", timeout or 0.0)
-            else:
-                time.sleep(0.02)
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
 def _copies(config: RunConfig) -> int:
     """How many copies of this process to keep ready: as many children as there may be. None of a process with threads or a
     GPU in use, which a copy would not have."""
@@ -226,28 +165,6 @@ def _copies(config: RunConfig) -> int:
     if not alone or LAUNCHER & os.environ.keys() or torch.cuda.device_count() == 0:
         return 0
     return model.compile_processes or _most()
-
-
-def _serve(read: int, others: Sequence[int], messages: IO[str]) -> NoReturn:
-    """A copy's life."""
-    code = 1
-    try:
-        for end in others:  # else its elders' requests would not end with the run
-            os.close(end)
-        for target, source in enumerate((read, messages.fileno(), messages.fileno())):
-            os.dup2(source, target)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        if torch.cuda._is_in_bad_fork():  # something has asked for the GPU after all
-            os.execve(sys.executable, _command(), _environment())
-        sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
-        for name in LAUNCHER:
-            os.environ.pop(name, None)
-        code = main()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        _end(code)
 
 
 # What a launcher tells a process of its group, to which the children do not belong.
@@ -357,10 +274,17 @@ def _end_with_the_run() -> None:
     os._exit(1)
 
 
+def _work() -> int:
+    """A copy's."""
+    if torch.cuda._is_in_bad_fork():  # something had asked for the GPU after all
+        os.execve(sys.executable, _command(), _environment())
+    return main()
+
+
 def main() -> int:
     """Read a request, compile this process's share; an exit code."""
     request = json.loads(sys.stdin.readline() or "null")
-    if request is None:  # the run has no use for it
+    if request is None:  # the run has ended
         return 0
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     if request["triton"] is not None:
@@ -386,13 +310,5 @@ def main() -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
-    """At once: what a GPU's libraries and the compiler tidy up takes seconds, and everything is on disk."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end(main())
+    end_at_once(main())
