@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -67,7 +67,7 @@ class Ahead:
         stop(self.children[count:], self.messages[count:])
         del self.children[count:], self.messages[count:]
         if not self.children:
-            self._add(count, lambda messages: _spawn(_command(), messages))
+            self._add(count, _spawn)
         request = {
             "config": self.config.model_dump(mode="json"),
             "threads": torch.get_num_threads(),
@@ -181,9 +181,9 @@ def _environment() -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
-def _spawn(command: Sequence[str], messages: IO[str]) -> Child:
+def _spawn(messages: IO[str]) -> Child:
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=_environment(), text=True
+        _command(), stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=_environment(), text=True
     )
 
 

@@ -47,12 +47,13 @@ class Copy:
 
     def __init__(self, work: Callable[[], int], messages: IO[str], elder: Sequence[Child]):
         read, write = os.pipe()
+        others = [write, *(child.stdin.fileno() for child in elder if child.stdin is not None)]
         with warnings.catch_warnings():
             # Of threads, which a copy does not have: there are none of Python's, and numpy's hold nothing while they wait.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
-            _live(work, read, [write, *(child.stdin.fileno() for child in elder if child.stdin is not None)], messages)
+            _live(work, read, others, messages)
         os.close(read)
         self.stdin: IO[str] | None = open(write, "w", encoding="utf-8")  # noqa: SIM115
         self.returncode: int | None = None
